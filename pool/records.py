@@ -224,23 +224,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One attempt of a job."""
-
-    job: Name
-    attempt: Positive
-    started_at: Instant
-    seats: Annotated[tuple[Seat, ...], AtMost(MOST_NODES)]
-    ending: Ending | None = None
-    left: Annotated[tuple[Name, ...], AtMost(MOST_NODES)] = ()
-    """Nodes that had a seat and have none any more."""
-
-    @property
-    def staying(self) -> tuple[Seat, ...]:
-        return tuple(seat for seat in self.seats if not seat.leaving)
-
-
-@dataclass(frozen=True, slots=True)
 class Refusal:
     """A node has ended a job that it was not asked to leave, and that has no outcome."""
 
@@ -250,16 +233,29 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
-    """What is known of earlier attempts of a job that goes on, or waits again."""
+class Run:
+    """The newest attempt of a job, and what is known of those before it."""
 
     job: Name
-    attempts: Count
-    """That have ended without an outcome."""
+    attempt: Positive
+    started_at: Instant
+    seats: Annotated[tuple[Seat, ...], AtMost(MOST_NODES)]
+    ending: Ending | None = None
+    left: Annotated[tuple[Name, ...], AtMost(MOST_NODES)] = ()
+    """Nodes that had a seat and have none any more."""
     in_vain: Count = 0
-    """Those of them, the newest in a row, that were short and did not end by plan."""
+    """Attempts that have ended, the newest in a row, that were short and did not end by plan."""
     refusals: dict[Name, Refusal] = field(default_factory=dict)
     """By node."""
+
+    @property
+    def staying(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.seats if not seat.leaving)
+
+    @property
+    def is_over(self) -> bool:
+        """Without an outcome: the job waits for nodes again."""
+        return not self.seats and self.ending is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,19 +264,23 @@ class Plan(Record):
 
     tickets: Count = 0
     """How many have been given."""
-    runs: Annotated[tuple[Run, ...], AtMost(MOST_NODES)] = ()
-    """Oldest job first."""
-    setbacks: Annotated[tuple[Setback, ...], AtMost(MOST_NODES)] = ()
+    attempts: Annotated[tuple[Run, ...], AtMost(MOST_NODES)] = ()
+    """The newest of each job that has had nodes; oldest job first."""
 
     @property
     def key(self) -> str:
         return PLAN_KEY
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Those that have nodes, or are about to end."""
+        return tuple(run for run in self.attempts if not run.is_over)
+
     def run_of(self, job: str) -> Run | None:
         return next((run for run in self.runs if run.job == job), None)
 
-    def setback_of(self, job: str) -> Setback:
-        return next((one for one in self.setbacks if one.job == job), Setback(job, 0))
+    def refusals_of(self, job: str) -> Mapping[str, Refusal]:
+        return next((run.refusals for run in self.attempts if run.job == job), {})
 
     def seat_of(self, node: str, incarnation: str) -> tuple[Run, Seat] | None:
         """A node has one seat at most."""

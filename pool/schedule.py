@@ -37,7 +37,6 @@ from .records import (
     Seat,
     SeatEnd,
     SeatOutcome,
-    Setback,
     short,
 )
 
@@ -96,7 +95,7 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
 
 
 def _who_cannot(pool: Pool, job: Job) -> str:
-    refusals = pool.plan.setback_of(job.job).refusals
+    refusals = pool.plan.refusals_of(job.job)
     unfit = ((node.node, node.problem) for node in pool.nodes if node.problem)
     reasons = [*((name, one.reason) for name, one in refusals.items()), *unfit]
     return f" ({shortened((f'{name}: {reason}' for name, reason in reasons), '; ')})" if reasons else ""
@@ -117,8 +116,7 @@ class _Draft:
             for node in reversed(pool.nodes)
             if node.ended is not None and node.ended.outcome in _DECIDES
         }
-        self._runs = {run.job: run for run in pool.plan.runs}
-        self._setbacks = {one.job: one for one in pool.plan.setbacks}
+        self._runs = {run.job: run for run in pool.plan.attempts}
         # A store that was restored from a snapshot has forgotten tickets that nodes have taken since.
         self._tickets = max(pool.plan.tickets, *(node.ended.ticket for node in pool.nodes if node.ended), 0)
         self._left_by_plan: set[str] = set()
@@ -135,18 +133,19 @@ class _Draft:
     # ------------------------------------------------------------ what nodes and people say
 
     def fold_reports(self) -> None:
-        for run in list(self._runs.values()):
-            self._runs[run.job] = self._fold(run)
+        folded = [self._fold(run) for run in self._pool.plan.runs]
+        self._runs.update((run.job, run) for run in folded)
         for job in self._pool.jobs:
-            if job.job not in self._runs and (ending := self._known_end(job.job)) is not None:
-                self._end(job.job, ending, None)
-        for run in list(self._runs.values()):
-            if not run.seats:
+            run = self._runs.get(job.job)
+            if (run is None or run.is_over) and (ending := self._known_end(job.job)) is not None:
+                self._end(job.job, ending, run)
+        for run in folded:
+            if not run.seats and run.job in self._runs:
                 self._leave_empty(run)
         self._find_idle()
 
     def _fold(self, run: Run) -> Run:
-        seats, ending, left = [], run.ending, dict.fromkeys(run.left)
+        seats, ending, left, refusals = [], run.ending, dict.fromkeys(run.left), dict(run.refusals)
         refused: Ending | None = None
         for seat in run.seats:
             node = self._live.get(seat.incarnation)
@@ -158,10 +157,16 @@ class _Draft:
             elif node.ended is not None and node.ended.ticket > seat.ticket:
                 left[seat.node] = None
             elif node.ended is not None and node.ended.ticket == seat.ticket:
-                self._refuse(run.job, node, seat, node.ended)
                 left[seat.node] = None
+                if seat.leaving:
+                    self._left_by_plan.add(run.job)
+                elif node.ended.outcome not in _DECIDES:
+                    # What has ended on a node that was not asked to leave is not tried there again at once.
+                    refusals.pop(seat.node, None)
+                    reason = short(node.ended.reason, REFUSAL_CHARS)
+                    refusals[seat.node] = Refusal(reason, self._now + REFUSAL_S)
                 if node.ended.outcome is SeatOutcome.REFUSED:
-                    refused = self._failed(node.node, node.ended)
+                    refused = self._ending(node.node, node.ended)
             else:
                 seats.append(replace(seat, leaving=seat.leaving or node.leaving))
         ending = ending or self._known_end(run.job) or (None if seats else refused)
@@ -169,52 +174,40 @@ class _Draft:
             ending.outcome is Outcome.CANCELLED or not ending.since <= self._now < ending.since + END_GRACE_S
         ):
             seats = [replace(seat, leaving=True) for seat in seats]
-        return replace(run, seats=tuple(seats), ending=ending, left=tuple(left)[-MOST_NODES:])
+        gone = tuple(left)[-MOST_NODES:]
+        return replace(run, seats=tuple(seats), ending=ending, left=gone, refusals=refusals)
 
     def _known_end(self, job: str) -> Ending | None:
         """What a node reports that had a part in it, also if it was taken for lost since; else that it is cancelled."""
         if (known := self._ends.get(job)) is not None:
-            node, end = known
-            return Ending(_DECIDES[end.outcome], short(f"{node}: {end.reason}"), end.code, self._now)
+            return self._ending(*known)
         if job in self._pool.cancelled:
             return Ending(Outcome.CANCELLED, f"cancelled by {self._pool.cancelled[job]}", 0, self._now)
         if job not in self._jobs:
             return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
         return None
 
-    def _failed(self, node: str, end: SeatEnd) -> Ending:
-        return Ending(Outcome.FAILED, short(f"{node}: {end.reason}"), end.code, self._now)
-
-    def _refuse(self, job: str, node: PoolNode, seat: Seat, end: SeatEnd) -> None:
-        """What has ended on a node that was not asked to leave is not tried there again at once."""
-        if seat.leaving:
-            self._left_by_plan.add(job)
-        if seat.leaving or end.outcome in _DECIDES:
-            return
-        setback = self._setback_of(job)
-        refusal = Refusal(short(end.reason, REFUSAL_CHARS), self._now + REFUSAL_S)
-        before = {name: one for name, one in setback.refusals.items() if name != node.node}
-        self._setbacks[job] = replace(setback, refusals={**before, node.node: refusal})
+    def _ending(self, node: str, end: SeatEnd) -> Ending:
+        outcome = _DECIDES.get(end.outcome, Outcome.FAILED)
+        return Ending(outcome, short(f"{node}: {end.reason}"), end.code, self._now)
 
     def _leave_empty(self, run: Run) -> None:
         """All its nodes are gone: it is over, or waits at its old place in the queue."""
-        setback, ending = self._setback_of(run.job), run.ending
-        in_vain = setback.in_vain
+        ending, in_vain = run.ending, run.in_vain
         if self._now >= run.started_at + STEADY_S:
             in_vain = 0
         elif run.job not in self._left_by_plan:
             in_vain += 1
         if ending is None and in_vain >= MOST_ATTEMPTS:
             reasons = shortened(
-                (f"{name}: {one.reason}" for name, one in setback.refusals.items()), separator="; "
+                (f"{name}: {one.reason}" for name, one in run.refusals.items()), separator="; "
             )
             why = f"{in_vain} attempts without an outcome ({reasons or 'all its nodes were lost'})"
             ending = Ending(Outcome.UNABLE, short(why), 0, self._now)
         if ending is not None:
             self._end(run.job, ending, run)
             return
-        del self._runs[run.job]
-        self._setbacks[run.job] = replace(setback, attempts=setback.attempts + 1, in_vain=in_vain)
+        self._runs[run.job] = replace(run, in_vain=in_vain)
 
     def _end(self, job: str, ending: Ending, run: Run | None) -> None:
         if len(self.results) == MOST_AT_ONCE:
@@ -222,9 +215,7 @@ class _Draft:
                 self._runs[job] = replace(run, ending=ending)
             return
         before = self._pool.plan.run_of(job)
-        attempts = self._setback_of(job).attempts + (run is not None)
-        started_at = run.started_at if run is not None else None
-        part = (*run.left, *(seat.node for seat in before.seats)) if run and before else ()
+        part = (*(run.left if run else ()), *(seat.node for seat in (before.seats if before else ())))
         names = tuple(dict.fromkeys(part))
         self.results.append(
             JobResult(
@@ -232,14 +223,13 @@ class _Draft:
                 outcome=ending.outcome,
                 reason=ending.reason,
                 code=ending.code,
-                attempts=attempts,
-                started_at=started_at,
+                attempts=run.attempt if run is not None else 0,
+                started_at=run.started_at if run is not None else None,
                 ended_at=self._now,
                 nodes=names,
             )
         )
         self._runs.pop(job, None)
-        self._setbacks.pop(job, None)
         self._jobs.pop(job, None)
 
     # ------------------------------------------------------------ who gets what
@@ -273,7 +263,7 @@ class _Draft:
             run = self._runs.get(job.job)
             if not self.idle:
                 return
-            if run is None or run.ending is not None or job.job not in self._jobs:
+            if run is None or not run.seats or run.ending is not None or job.job not in self._jobs:
                 continue
             room = job.max_nodes - len(run.seats)
             if room > 0 and (usable := self._usable(job, self.idle)[:room]):
@@ -309,7 +299,9 @@ class _Draft:
     def _seat(self, job: Job, nodes: Iterable[PoolNode]) -> None:
         run = self._runs.get(job.job)
         if run is None:
-            run = Run(job.job, self._setback_of(job.job).attempts + 1, self._now, ())
+            run = Run(job.job, 1, self._now, ())
+        elif run.is_over:
+            run = replace(run, attempt=run.attempt + 1, started_at=self._now, left=())
         for node in nodes:
             self._tickets += 1
             run = replace(run, seats=(*run.seats, Seat(node.node, node.incarnation, self._tickets)))
@@ -317,7 +309,8 @@ class _Draft:
         self._runs[job.job] = run
 
     def refuses(self, job: Job, node: PoolNode) -> bool:
-        refusal = self._setback_of(job.job).refusals.get(node.node)
+        run = self._runs.get(job.job)
+        refusal = run.refusals.get(node.node) if run is not None else None
         return refusal is not None and refusal.until - REFUSAL_S <= self._now < refusal.until
 
     def usable(self, job: Job) -> int:
@@ -329,21 +322,18 @@ class _Draft:
         return self.usable(job) >= job.min_nodes
 
     def _usable(self, job: Job, nodes: list[PoolNode]) -> list[PoolNode]:
-        return [node for node in nodes if not self.refuses(job, node)] if job.job in self._setbacks else nodes
-
-    def _setback_of(self, job: str) -> Setback:
-        return self._setbacks.get(job) or Setback(job, 0)
+        return [node for node in nodes if not self.refuses(job, node)] if job.job in self._runs else nodes
 
     def _place(self, job: str) -> int:
         """In the queue: older jobs have lower numbers."""
         return self._places.get(job, -1)
 
     def plan(self) -> Plan:
-        runs = sorted(self._runs.values(), key=lambda run: self._place(run.job))
-        setbacks = [one for name, one in sorted(self._setbacks.items()) if name in self._places]
-        most = max(1, MOST_REFUSALS // max(1, len(setbacks)))
-        few = (replace(one, refusals=dict(list(one.refusals.items())[-most:])) for one in setbacks)
-        return Plan(self._tickets, tuple(runs), tuple(few))
+        known = (run for run in self._runs.values() if run.job in self._places or not run.is_over)
+        runs = sorted(known, key=lambda run: self._place(run.job))
+        most = max(1, MOST_REFUSALS // max(1, sum(bool(run.refusals) for run in runs)))
+        few = (replace(run, refusals=dict(list(run.refusals.items())[-most:])) for run in runs)
+        return Plan(self._tickets, tuple(few))
 
 
 def _too_old(results: tuple[str, ...]) -> tuple[str, ...]:

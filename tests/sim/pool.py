@@ -444,10 +444,10 @@ class PoolSimulation:
         if decision is None:
             return None
         if bug == "a seat is free as soon as it is to be left":
-            runs = tuple(replace(run, seats=run.staying) for run in decision.plan.runs)
-            decision = replace(decision, plan=replace(decision.plan, runs=runs))
+            runs = tuple(replace(run, seats=run.staying) for run in decision.plan.attempts)
+            decision = replace(decision, plan=replace(decision.plan, attempts=runs))
         elif bug == "a job whose nodes were lost is forgotten":
-            lost = {one.job for one in decision.plan.setbacks if one.attempts}
+            lost = {run.job for run in decision.plan.attempts if run.is_over or run.attempt > 1}
             results = tuple(
                 JobResult(one, Outcome.SUCCEEDED, "", 0, 1, None, now, ())
                 for one in lost
@@ -455,9 +455,10 @@ class PoolSimulation:
             )
             decision = replace(decision, results=results[:1] or decision.results)
         elif bug == "a second attempt gets no seats":
-            runs = tuple(run for run in decision.plan.runs if run.attempt == 1)
-            tickets = pool.plan.tickets if runs == pool.plan.runs else decision.plan.tickets
-            decision = replace(decision, plan=replace(decision.plan, runs=runs, tickets=tickets))
+            known = {run.job: run for run in pool.plan.attempts}
+            runs = tuple(run if run.attempt == 1 else known[run.job] for run in decision.plan.attempts)
+            tickets = pool.plan.tickets if runs == pool.plan.attempts else decision.plan.tickets
+            decision = replace(decision, plan=replace(decision.plan, attempts=runs, tickets=tickets))
         elif bug == "the end of one node is a success":
             results = tuple(replace(result, outcome=Outcome.SUCCEEDED) for result in decision.results)
             decision = replace(decision, results=results)
@@ -538,7 +539,7 @@ class PoolSimulation:
                 or after.run_of(older.job) is not None
             ):
                 continue
-            refusals = after.setback_of(older.job).refusals
+            refusals = after.refusals_of(older.job)
             usable = [
                 node
                 for node in live.values()

@@ -214,7 +214,7 @@ def test_a_job_whose_agent_is_killed_goes_on_elsewhere(pool: Pool) -> None:
     os.kill(pool.job_agent(one), signal.SIGKILL)
     second = pool.starts(one, 2)[1]
     assert second["node"] != first["node"]
-    refusal = pool.view().plan.setback_of(one).refusals[first["node"]]
+    refusal = pool.view().plan.refusals_of(one)[first["node"]]
     assert refusal.reason == "the job's agent was killed by SIGKILL"
     pool.end_job(one)
     assert pool.wait(one) == ExitCode.SUCCESS
@@ -230,9 +230,9 @@ def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -
     assert "left without" not in only.text
     pool.daemon("a")
     pool.starts(one, 2)
-    view = pool.view()
-    assert view.plan.run_of(one).attempt == 2  # type: ignore[union-attr]
-    assert view.plan.setback_of(one).in_vain == 0, "it has left as it was asked to"
+    run = pool.view().plan.run_of(one)
+    assert run is not None
+    assert (run.attempt, run.in_vain) == (2, 0), "it has left as it was asked to"
     pool.end_job(one)
     assert pool.wait(one) == ExitCode.SUCCESS
 

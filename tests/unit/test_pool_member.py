@@ -198,7 +198,7 @@ def test_a_seat_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
     a.replies_to_lose = 1
     a.end(SeatOutcome.NOT_HERE)
     bench.wait(2.0)
-    assert "a" in bench.plan.setback_of("x").refusals
+    assert "a" in bench.plan.refusals_of("x")
     bench.wait(REFUSAL_S)
     assert a.start() > first
 
@@ -315,7 +315,7 @@ def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> 
     a.end(SeatOutcome.LEFT)
     bench.wait(1.0)
     assert a.member.to_start is None
-    assert bench.plan.setback_of("x").refusals == {}, "it has left as it was asked to"
+    assert bench.plan.refusals_of("x") == {}, "it has left as it was asked to"
 
 
 def test_a_node_that_is_missing_for_long_enough_is_counted_as_lost(bench: Bench) -> None:
@@ -384,7 +384,7 @@ def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench:
     assert a.member.tracks
 
 
-@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"tickets":0,"runs":[],"setbacks":[]}'])
+@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"tickets":0,"attempts":[]}'])
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, there_before: bool) -> None:
     a = bench.daemon("a")
@@ -475,4 +475,4 @@ def test_a_daemon_has_departed_when_its_last_seat_is_out_of_the_plan(bench: Benc
     assert a.member.has_departed
     assert b.member.to_start is not None
     assert not b.member.has_departed
-    assert bench.plan.setback_of("x").in_vain == 0
+    assert not any(run.in_vain for run in bench.plan.attempts)

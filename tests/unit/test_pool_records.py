@@ -30,7 +30,6 @@ from elastic_agent.pool.records import (
     Seat,
     SeatEnd,
     SeatOutcome,
-    Setback,
     short,
 )
 from elastic_agent.rendezvous.errors import RecordInvalid
@@ -53,7 +52,8 @@ NODE = PoolNode("a", "a-1", 4, running=4, ended=END, leaving=True, problem="disk
 NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t")
 SEAT = Seat("a", "a-1", 3, leaving=True)
 RUN = Run("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
-PLAN = Plan(4, (RUN,), (Setback("cd34", 2, 1, {"a": Refusal("why", 1.7e9)}),))
+RUN = replace(RUN, refusals={"a": Refusal("why", 1.7e9)})
+PLAN = Plan(4, (RUN, Run("cd34", 2, 1.7e9, (), None, ("a",), 1)))
 RESULT = JobResult("ab12", Outcome.UNABLE, "why", 0, 3, None, 1.7e9, ("a", "b"))
 CANCEL = Cancel("ab12", "me@here")
 
@@ -113,28 +113,25 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
     },
     Plan: {
         ("tickets",): number(0, BIG),
-        ("runs",): [None, 1, "x", {}, [1], [None], [[]]],
-        ("runs", 0, "job"): NAME,
-        ("runs", 0, "attempt"): number(1, BIG),
-        ("runs", 0, "started_at"): INSTANT,
-        ("runs", 0, "seats"): [None, 1, "x", {}, [1], [None], [[]]],
-        ("runs", 0, "seats", 0, "node"): NAME,
-        ("runs", 0, "seats", 0, "incarnation"): NAME,
-        ("runs", 0, "seats", 0, "ticket"): number(1, BIG),
-        ("runs", 0, "seats", 0, "leaving"): FLAG,
-        ("runs", 0, "left"): words(MOST_NODES),
-        ("runs", 0, "ending"): OBJECT,
-        ("runs", 0, "ending", "outcome"): CHOICE,
-        ("runs", 0, "ending", "reason"): text(MAX_REASON),
-        ("runs", 0, "ending", "code"): number(-255, 255),
-        ("runs", 0, "ending", "since"): INSTANT,
-        ("setbacks",): [None, 1, "x", {}, [1], [None], [[]]],
-        ("setbacks", 0, "job"): NAME,
-        ("setbacks", 0, "attempts"): number(0, BIG),
-        ("setbacks", 0, "in_vain"): number(0, BIG),
-        ("setbacks", 0, "refusals"): [None, 1, "x", [], {"a b": {}}, {"a": None}, {"a": 1}],
-        ("setbacks", 0, "refusals", "a", "reason"): text(MAX_REASON),
-        ("setbacks", 0, "refusals", "a", "until"): INSTANT,
+        ("attempts",): [None, 1, "x", {}, [1], [None], [[]]],
+        ("attempts", 0, "job"): NAME,
+        ("attempts", 0, "attempt"): number(1, BIG),
+        ("attempts", 0, "started_at"): INSTANT,
+        ("attempts", 0, "seats"): [None, 1, "x", {}, [1], [None], [[]]],
+        ("attempts", 0, "seats", 0, "node"): NAME,
+        ("attempts", 0, "seats", 0, "incarnation"): NAME,
+        ("attempts", 0, "seats", 0, "ticket"): number(1, BIG),
+        ("attempts", 0, "seats", 0, "leaving"): FLAG,
+        ("attempts", 0, "left"): words(MOST_NODES),
+        ("attempts", 0, "ending"): OBJECT,
+        ("attempts", 0, "ending", "outcome"): CHOICE,
+        ("attempts", 0, "ending", "reason"): text(MAX_REASON),
+        ("attempts", 0, "ending", "code"): number(-255, 255),
+        ("attempts", 0, "ending", "since"): INSTANT,
+        ("attempts", 0, "in_vain"): number(0, BIG),
+        ("attempts", 0, "refusals"): [None, 1, "x", [], {"a b": {}}, {"a": None}, {"a": 1}],
+        ("attempts", 0, "refusals", "a", "reason"): text(MAX_REASON),
+        ("attempts", 0, "refusals", "a", "until"): INSTANT,
     },
     JobResult: {
         ("job",): NAME,
@@ -281,5 +278,6 @@ def test_a_node_has_one_seat_by_its_incarnation() -> None:
     assert RUN.staying == (Seat("b", "b-1", 4),)
     assert PLAN.run_of("ab12") is RUN
     assert PLAN.run_of("cd34") is None
-    assert PLAN.setback_of("cd34").attempts == 2
-    assert PLAN.setback_of("ab12") == Setback("ab12", 0)
+    assert PLAN.runs == (RUN,)
+    assert list(PLAN.refusals_of("ab12")) == ["a"]
+    assert PLAN.refusals_of("cd34") == {}

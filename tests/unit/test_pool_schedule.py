@@ -20,7 +20,6 @@ from elastic_agent.pool.records import (
     Refusal,
     SeatEnd,
     SeatOutcome,
-    Setback,
 )
 from elastic_agent.pool.schedule import (
     END_GRACE_S,
@@ -225,7 +224,7 @@ def test_a_run_gives_what_it_has_beyond_its_least_to_the_next_job_and_takes_it_b
     bench.end("c", SeatOutcome.SUCCEEDED)
     assert bench.decide() == {"x": "abc"}
     assert bench.outcomes == {"y": Outcome.SUCCEEDED}
-    assert bench.plan.setback_of("x") == Setback("x", 0), "who leaves as it was asked to is not refused"
+    assert not bench.plan.refusals_of("x"), "who leaves as it was asked to is not refused"
 
 
 def test_the_youngest_run_gives_first() -> None:
@@ -322,7 +321,8 @@ def test_a_node_that_is_lost_keeps_its_seat_until_it_has_been_missing_for_long_e
     assert bench.decide() == {"x": "a"}
     bench.lost.add(missing.incarnation)
     assert bench.decide() == {}
-    assert bench.plan.setbacks == (Setback("x", 1, 1),)
+    (over,) = bench.plan.attempts
+    assert (over.attempt, over.in_vain, over.refusals, over.left) == (1, 1, {}, ("a",))
     bench.nodes["b"] = node("b")
     assert bench.decide() == {"x": "b"}
     assert bench.plan.runs[0].attempt == 2
@@ -402,7 +402,7 @@ def test_another_node_takes_the_place_of_one_that_refuses() -> None:
     bench.run_all()
     bench.end("b", SeatOutcome.NOT_HERE, reason="no such directory")
     assert bench.decide() == {"x": "ac"}
-    assert bench.plan.setback_of("x").refusals == {"b": Refusal("no such directory", NOW + REFUSAL_S)}
+    assert bench.plan.refusals_of("x") == {"b": Refusal("no such directory", NOW + REFUSAL_S)}
     assert why_waiting(bench.pool, bench.jobs[1], NOW) == "needs 2 nodes; 1 idle"
 
 
@@ -423,7 +423,7 @@ def test_a_job_that_no_node_can_run_ends_after_some_attempts_and_says_why() -> N
     (result,) = bench.results
     assert (result.outcome, result.attempts) == (Outcome.UNABLE, MOST_ATTEMPTS)
     assert result.reason == "3 attempts without an outcome (a: no such directory)"
-    assert bench.plan.setbacks == ()
+    assert bench.plan.attempts == ()
 
 
 def test_a_job_whose_nodes_were_lost_again_and_again_ends() -> None:
@@ -487,7 +487,7 @@ def test_the_plan_stays_small_when_every_node_refuses_every_job() -> None:
         for run in bench.plan.runs:
             for seat in run.seats:
                 bench.end(seat.node, SeatOutcome.NOT_HERE, 73, reason[:MAX_REASON])
-    assert sum(len(one.refusals) for one in bench.plan.setbacks) <= MOST_REFUSALS
+    assert sum(len(run.refusals) for run in bench.plan.attempts) <= MOST_REFUSALS
     assert len(WriteDecision(1, Decision(bench.plan)).writes) == 1
     assert len(bench.plan.to_json()) < MAX_RECORD_CHARS / 2
 
@@ -560,8 +560,9 @@ def test_a_run_whose_result_waits_for_the_next_decision_gets_no_other_nodes() ->
     bench = Bench("a", job("last"))
     bench.decide()
     bench.end("a", SeatOutcome.NOT_HERE)
-    setback = replace(bench.plan.setback_of("last"), attempts=MOST_ATTEMPTS - 1, in_vain=MOST_ATTEMPTS - 1)
-    bench.plan = replace(bench.plan, setbacks=(setback,))
+    (run,) = bench.plan.attempts
+    run = replace(run, attempt=MOST_ATTEMPTS, in_vain=MOST_ATTEMPTS - 1)
+    bench.plan = replace(bench.plan, attempts=(run,))
     bench.nodes["b"] = node("b")
     others = [job(f"j{number}") for number in range(MOST_AT_ONCE)]
     bench.jobs = [*others, *bench.jobs]
@@ -628,7 +629,7 @@ def test_a_node_that_refuses_a_job_which_others_run_ends_it_for_itself_alone() -
     bench.end("c", SeatOutcome.REFUSED, 78, "no script")
     assert bench.decide() == {"x": "ab"}
     assert not bench.outcomes
-    assert bench.plan.setback_of("x").refusals["c"].reason == "no script"
+    assert bench.plan.refusals_of("x")["c"].reason == "no script"
 
 
 def test_a_job_that_all_its_nodes_refuse_has_failed() -> None:

@@ -91,7 +91,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "pool": (
         4,
         {
-            "Plan": "tickets runs setbacks",
+            "Plan": "tickets attempts",
             "PoolNode": ("node incarnation most_nodes running ended leaving problem http token"),
             "Endpoint": "address port",
             "Job": (
@@ -100,8 +100,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "Cancel": "job cancelled_by",
             "JobResult": "job outcome reason code attempts started_at ended_at nodes",
-            "Run": "job attempt started_at seats ending left",
-            "Setback": "job attempts in_vain refusals",
+            "Run": "job attempt started_at seats ending left in_vain refusals",
             "SeatEnd": "job ticket outcome code reason",
             "Outcome": "succeeded failed cancelled unable",
             "Seat": "node incarnation ticket leaving",
