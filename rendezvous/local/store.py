@@ -30,6 +30,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -109,7 +111,8 @@ class LocalStore(Store):
         self._closed = False
         self._lock = threading.Lock()
         self._written = 0
-        self._syncs, self._tidies = threading.Lock(), threading.Lock()
+        self._disk = threading.Lock()
+        self._folder = -1
         if make:
             self._make_file()
         self._identity = _checked(file)
@@ -178,6 +181,11 @@ class LocalStore(Store):
             self._within(lambda database: database.execute("INSERT INTO room VALUES (zeroblob(?))", (ROOM,)))
             self._within(lambda database: database.execute("DELETE FROM room"))
             self._checkpoint()
+        with suppress(
+            OSError
+        ):  # systemd-tmpfiles, which sees no write to shared memory, leaves a locked folder alone
+            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     # ---------------------------------------------------------------- what a store does
 
@@ -238,6 +246,9 @@ class LocalStore(Store):
             with suppress(sqlite3.Error):
                 self._database.close()
             self._lock.release()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
     def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...]]:
         """The revision up to which these are all changes. Raises Compacted."""
@@ -272,7 +283,7 @@ class LocalStore(Store):
         self._written += WRITE + size
         if self._written >= LONG:
             self._written = 0
-            self._on_disk(self._tidies, self._checkpoint, 0.0)  # nobody waits: a lease may end meanwhile
+            self._on_disk(self._checkpoint, 0.0)  # nobody waits: a lease may end meanwhile
         return result
 
     def _within(self, work: Callable[[sqlite3.Connection], R]) -> R:
@@ -334,40 +345,36 @@ class LocalStore(Store):
             with self._log() as log:
                 os.fdatasync(log)
 
-        answer = self._on_disk(self._syncs, sync, self._timeout_s)
-        if not answer:
-            raise StoreUnavailable(
-                f"the disk of {self.file} does not answer; what was asked may have been done"
-            )
-        if isinstance(error := answer[0], Exception):
+        until = time.monotonic() + self._timeout_s
+        done = self._on_disk(sync, self._timeout_s)
+        try:
+            error = done.exception(max(0.0, until - time.monotonic()))
+        except FutureTimeout:
+            unknown = f"the disk of {self.file} does not answer; what was asked may have been done"
+            raise StoreUnavailable(unknown) from None
+        if error is not None:
             with self._meaning():
                 raise error
 
-    def _on_disk(
-        self, one: threading.Lock, work: Callable[[], None], timeout_s: float
-    ) -> list[Exception | None]:
-        """How it ended, if it has by then. In a thread of its own: the disk may stand still. One at a time of each
-        kind."""
-        until = time.monotonic() + timeout_s
-        answer: list[Exception | None] = []
-        done = threading.Event()
+    def _on_disk(self, work: Callable[[], None], timeout_s: float) -> Future[None]:
+        """In a thread of its own, one at a time, if it can begin by then: the disk may stand still."""
+        done = Future[None]()
 
-        def end() -> None:
-            one.release()
-            done.set()
+        def end(error: BaseException | None) -> None:
+            self._disk.release()
+            done.set_result(None) if error is None else done.set_exception(error)
 
         def run() -> None:
             try:
                 work()
-                answer.append(None)
             except (sqlite3.Error, OSError) as error:
-                answer.append(error)
-            end()
+                end(error)
+            else:
+                end(None)
 
-        if one.acquire(timeout=timeout_s):
-            Thread(run, "store-disk", otherwise=end).start()
-            done.wait(until - time.monotonic())
-        return list(answer)
+        if self._disk.acquire(timeout=timeout_s):
+            Thread(run, "store-disk", otherwise=lambda: end(OSError("no thread could be started"))).start()
+        return done
 
     def _checkpoint(self) -> None:
         """Bring the log into the file, as far as no other process reads from it, unless one is doing so: two at once

@@ -433,7 +433,7 @@ def test_the_log_begins_anew_and_is_brought_into_the_file_by_one_at_a_time(
     def write(times: int) -> int:
         for number in range(times):
             put(store, "nodes/n", f"{number:05}" * 20_000, lease)  # SQLite writes no page that is as it was
-            eventually(lambda: not store._tidies.locked())
+            eventually(lambda: not store._disk.locked())
         return log.stat().st_size
 
     assert write(10 * LONG // 100_000) < 4 * LONG
@@ -463,7 +463,7 @@ def test_a_disk_that_stands_still_holds_no_lease_and_what_is_to_last_for_a_bound
         with pytest.raises(StoreUnavailable, match="may have been done"):
             put(store, "k")
     assert time.monotonic() - began < PATIENCE_S / 2
-    assert len([one for one in threading.enumerate() if one.name == "store-disk"]) == 2
+    assert len([one for one in threading.enumerate() if one.name == "store-disk"]) == 1
     moves.set()
     put(store, "k", "v")
     assert values(store) == {"k": "v"}
