@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -57,7 +59,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def test_the_labels_of_hangs_are_those_of_the_detector() -> None:
-    assert tuple(state.value for state in detector.State) == HANG_STATES
+    watches: list[Any] = [SimpleNamespace(timeout=timeout) for timeout in (None, 60.0)]
+    stalls: list[Any] = [None, object()]
+    found = {detector.HangDetector.state(watch, stall) for watch, stall in product(watches, stalls)}
+    assert found == set(HANG_STATES)
 
 
 def test_the_documented_table_is_the_code() -> None:
