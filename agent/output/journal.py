@@ -35,7 +35,7 @@ from typing import Annotated
 
 from ...codec import Count, Document, Invalid, Positive, Seconds, Within
 from ...rendezvous.text import Name, clean, line
-from .log_files import DiskThread, RunFolder, close, write_all
+from .log_files import OLDER, LogFile, LogFiles, RunFolder, write_all
 from .masking import masked
 
 log = logging.getLogger(__name__)
@@ -131,8 +131,6 @@ _BESIDE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 CLOSE_S = 1.0
 """How long the end of the agent waits for the disk to take the last events."""
 
-OLDER = ".1"
-"""The suffix of the older part of the file."""
 _NAME = re.compile(r"events-(.+)\.jsonl")
 
 
@@ -157,8 +155,8 @@ def read_file(path: Path) -> Iterator[JobEvent]:
         yield from read_events(iter(lambda: file.readline(2 * MAX_EVENT_CHARS), ""))
 
 
-class EventFile(DiskThread):
-    """`open`, `write` and `end` are for any thread; only `end` waits."""
+class EventFile(LogFiles):
+    """`begin`, `write` and `end` are for any thread; only `end` waits."""
 
     def __init__(
         self,
@@ -167,86 +165,57 @@ class EventFile(DiskThread):
         beside: Mapping[str, str] = {},
     ) -> None:
         """`count_lost` is called for each event that is not written. `beside`: names and texts of the other files."""
-        super().__init__("event-file", "the event file", lambda size: count_lost())
+        super().__init__(
+            "event-file",
+            "the event file",
+            "the job goes on, and its events are missing there",
+            lambda size: count_lost(),
+        )
         self._most_bytes = most_bytes
         self._beside = beside
-        # All below is of the thread.
+        self._file: LogFile | None = None
         self._run: RunFolder | None = None
-        self._path = Path()
-        self._fd = -1
-        self._file_size = 0
-        self._failing = False
-        """The last write failed, and the log says so."""
+        """Of the thread."""
 
-    def open(self, folder: Path, node: str) -> None:
+    def begin(self, folder: Path, node: str) -> None:
         """From now on events go to the file of this node there."""
-        self.do(partial(self._open, folder, node))
+        self.do(partial(self._leave, self._file))
+        self._file = LogFile(folder / file_name(node), self._most_bytes)
 
     def write(self, event: str) -> None:
-        data = event.encode(errors="replace") + b"\n"
-        self.do(partial(self._write, data), len(data))
+        if self._file is not None:
+            self.save(self._file, event.encode(errors="replace") + b"\n")
 
     def end(self) -> None:
         """Call once; waits up to CLOSE_S for the last events."""
-        self.do(self._close)
+        self.do(partial(self._leave, self._file))
         self.close()
         if not self.join(CLOSE_S):
-            log.warning("the last events are missing in %s: the disk stands still", self._path)
+            log.warning("the last events are missing in the folder of the run: the disk stands still")
 
     # Everything below runs in the thread.
 
-    def _open(self, folder: Path, node: str) -> None:
-        self._close()
-        self._run, self._path = RunFolder(folder), folder / file_name(node)
-
-    def _close(self) -> None:
-        self._close_file()
+    def _leave(self, file: LogFile | None) -> None:
+        if file is not None:
+            self._close(file)
         if self._run is not None:
             self._run.release()
+            self._run = None
 
-    def _write(self, data: bytes) -> None:
-        if self._run is None:
-            return
-        try:
-            if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
-                os.replace(self._path, f"{self._path}{OLDER}")
-                self._close_file()
-            if self._fd < 0:
-                self._run.hold()
-                self._open_file()
-                self._write_beside(self._run.path)
-            write_all(self._fd, data)
-            self._file_size += len(data)
-            self._failing = False
-        except OSError as error:
-            self._close_file()
-            self._run.release()  # a folder that was removed is made again at the next try
-            self._count_lost(len(data))
-            if not self._failing:
-                self._failing = True
-                log.warning(
-                    "events are not written to %s: %s. The job goes on; make room, or set another --log-dir",
-                    self._path,
-                    error.strerror,
-                )
-
-    def _write_beside(self, folder: Path) -> None:
+    def _open(self, file: LogFile) -> None:
+        folder = file.path.parent
+        if self._run is not None:
+            self._run.release()  # of a folder that was removed
+        self._run = RunFolder(folder)
+        self._run.hold()
+        super()._open(file)
+        if file.size:
+            write_all(file.fd, b"\n")  # the last line may have been cut: disk full, agent killed
         for name, text in self._beside.items():
             with suppress(OSError):  # as of another user, from an earlier life: the events matter more
                 fd = os.open(folder / name, _BESIDE, 0o600)
-                with open(fd, "wb") as file:
-                    file.write(f"{text}\n".encode(errors="backslashreplace"))
-
-    def _open_file(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self._path, flags, 0o640)
-        self._file_size = os.fstat(self._fd).st_size
-        if self._file_size:
-            write_all(self._fd, b"\n")  # the last line may have been cut: disk full, agent killed
-
-    def _close_file(self) -> None:
-        close(self._fd)
-        self._fd = -1
+                with open(fd, "wb") as beside:
+                    beside.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 KEPT_EVENTS = 2048
@@ -292,7 +261,7 @@ class Journal:
             if self._file is None or folder == self._folder:
                 return
             first, self._folder = self._folder is None, folder
-            self._file.open(folder, self.node)
+            self._file.begin(folder, self.node)
             known = sorted((*self._changes, *self._routine), key=_number) if first else ()
             for event in known:
                 self._file.write(EVENT.encode(event))

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,10 @@ QUEUE_MAX = 4 * 1024 * 1024
 """Bytes that may wait for a disk."""
 PATIENCE_S = 1.0
 """How long workers may be kept waiting for room, once."""
+COMPLAINS_S = 300.0
+"""How often the log says that a disk refuses, at most."""
+OLDER = ".1"
+"""The suffix of the older part of a file that has a bound."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,32 +79,37 @@ class DiskThread(Backlog[tuple[Callable[[], None], int]]):
 
 @dataclass(slots=True, eq=False)
 class LogFile:
-    """One file, whose `fd` only the thread touches."""
+    """One file, of which only the thread touches `fd` and `size`."""
 
-    generation: int
     path: Path
+    most_bytes: float = math.inf
+    """A file that is full is renamed, with `OLDER` behind its name, in place of the one before."""
     fd: int = -1
+    size: int = 0
     written: bool = False
     """It was made."""
     failed: bool = False
-    """It is not written any more."""
+    """The last write did. The next one is tried all the same."""
 
 
 class LogFiles(DiskThread):
-    def __init__(self, count_lost: Callable[[int], object] = lambda size: None) -> None:
-        """`count_lost` is given how many bytes were dropped."""
-        super().__init__("log-files", "the worker logs", count_lost)
-        self._complained = -1  # the generation whose first disk trouble was reported
+    def __init__(
+        self, name: str, what: str, failing: str, count_lost: Callable[[int], object] = lambda size: None
+    ) -> None:
+        """`what` is kept, and `failing` is what follows while the disk refuses it, in words. `count_lost` is given how
+        many bytes were dropped."""
+        super().__init__(name, what, count_lost)
+        self._failing = failing
+        self._complained_at = -math.inf
+        """When the log said that the disk refuses, of one file for all."""
 
-    def open(self, generation: int, path: Path) -> LogFile:
-        file = LogFile(generation, path)
-        self.do(partial(self._open, file))
+    def open(self, file: LogFile) -> LogFile:
+        self.do(partial(self._tried, file, partial(self._open, file)))
         return file
 
-    def save(self, file: LogFile, data: bytes) -> None:
-        """May wait for room, see `PATIENCE_S`."""
-        if not file.failed:
-            self.do(partial(self._save, file, data), len(data), PATIENCE_S)
+    def save(self, file: LogFile, data: bytes, patience_s: float = 0.0) -> None:
+        """May wait for room."""
+        self.do(partial(self._tried, file, partial(self._write, file, data), data), len(data), patience_s)
 
     def finish(self, file: LogFile) -> None:
         """It is closed when all is written."""
@@ -108,51 +118,49 @@ class LogFiles(DiskThread):
     # Everything below runs in the thread.
 
     def _open(self, file: LogFile) -> None:
-        try:
-            file.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            file.fd = os.open(file.path, flags, 0o640)
-            file.written = True
-        except OSError as error:
-            self._complain(file, error)
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        file.fd = os.open(file.path, flags, 0o640)
+        file.size, file.written = os.fstat(file.fd).st_size, True
 
-    def _save(self, file: LogFile, data: bytes) -> None:
-        if file.fd < 0:
-            return
-        try:
-            write_all(file.fd, data)
-        except OSError as error:
-            self._complain(file, error)
+    def _write(self, file: LogFile, data: bytes) -> None:
+        if file.fd >= 0 and file.size + len(data) > file.most_bytes:
+            os.replace(file.path, f"{file.path}{OLDER}")
             self._close(file)
+        if file.fd < 0:
+            self._open(file)
+        write_all(file.fd, data)
+        file.size += len(data)
+
+    def _tried(self, file: LogFile, work: Callable[[], None], data: bytes = b"") -> None:
+        try:
+            work()
+            file.failed = False
+        except OSError as error:
+            self._close(file)
+            file.failed = True
+            self._count_lost(len(data))
+            if time.monotonic() >= self._complained_at + COMPLAINS_S:
+                self._complained_at = time.monotonic()
+                _log.warning(
+                    "%s: %s is not written: %s; %s: make room or set another --log-dir",
+                    self._what,
+                    file.path,
+                    error.strerror,
+                    self._failing,
+                )
 
     def _close(self, file: LogFile) -> None:
-        close(file.fd)
+        if file.fd >= 0:
+            with contextlib.suppress(OSError):  # an error of a network disk at close was told at write
+                os.close(file.fd)
         file.fd = -1
-
-    def _complain(self, file: LogFile, error: OSError) -> None:
-        """One warning for a generation: a full disk is one fact, not one for each rank and stream."""
-        file.failed = True
-        if self._complained == file.generation:
-            return
-        self._complained = file.generation
-        _log.warning(
-            "worker log %s is not written: %s; this generation's lines go to the console only where that "
-            "happens: make room or set another --log-dir",
-            file.path,
-            error.strerror,
-        )
 
 
 def write_all(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
-
-
-def close(fd: int) -> None:
-    if fd >= 0:
-        with contextlib.suppress(OSError):  # an error of a network disk at close was told at write
-            os.close(fd)
 
 
 KEPT_RUNS = 10

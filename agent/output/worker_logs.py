@@ -37,7 +37,7 @@ from pathlib import Path
 from ...threads import Thread
 from ..common.events import IoThread
 from .console import Console
-from .log_files import LogFile, LogFiles, RunFolder, run_folder
+from .log_files import PATIENCE_S, LogFile, LogFiles, RunFolder, run_folder
 
 LINE_MAX = 64 * 1024
 """A longer line is cut into pieces of this size."""
@@ -150,7 +150,9 @@ class WorkerLogs:
         self._tidying: Thread | None = None
         self._node = node
         self._console = console
-        self._files = LogFiles(count_lost)
+        self._files = LogFiles(
+            "log-files", "the worker logs", "what is missing there goes to the console", count_lost
+        )
         self._streams: dict[tuple[int, int], tuple[_Stream, ...]] = {}
         self._copies: dict[tuple[int, str], LogFile] = {}
         """By generation and stream: of all workers here."""
@@ -270,7 +272,7 @@ class WorkerLogs:
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
         if self._run is None or not self.has_files:
             return None
-        return self._files.open(generation, self._run.path / f"gen{generation}" / folder / name)
+        return self._files.open(LogFile(self._run.path / f"gen{generation}" / folder / name))
 
     def _misleads(self, line: bytes) -> bool:
         return self._left_out is not None and line.endswith(self._left_out)
@@ -294,7 +296,7 @@ class WorkerLogs:
             return 0
         stream.size += len(data)
         if stream.file is not None:
-            self._files.save(stream.file, data)
+            self._files.save(stream.file, data, PATIENCE_S)
         self._show(stream, stream.splitter.feed(data))
         return len(data)
 
@@ -331,7 +333,8 @@ class WorkerLogs:
             self._print(stream.name, stream.prefix, shown)
         copied = [line for line in ended if any(needle in line for needle in stream.copied)]
         if copied and stream.copies is not None:
-            self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
+            lines = b"".join(stream.prefix + text + b"\n" for text in copied)
+            self._files.save(stream.copies, lines, PATIENCE_S)
 
 
 def _make_folder(folder: Path) -> None:

@@ -419,7 +419,7 @@ def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
     assert len(disk_warnings(caplog)) == 1
 
 
-def test_a_log_directory_that_cannot_be_made_warns_once_for_each_generation(
+def test_a_log_directory_that_cannot_be_made_warns_once_for_all_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "in-the-way").write_text("a file")
@@ -431,7 +431,23 @@ def test_a_log_directory_that_cannot_be_made_warns_once_for_each_generation(
     eventually(lambda: rig.out().count(b"still shown\n") == 4)
     assert rig.logs.log_file(1, 0) is None
     rig.close()
-    assert len(disk_warnings(caplog)) == 2
+    assert len(disk_warnings(caplog)) == 1
+
+
+def test_a_disk_with_room_again_takes_what_comes_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in-the-way").write_text("a file")
+    rig = Rig(tmp_path / "in-the-way" / "logs", tmp_path)
+    out, _ = rig.worker(console=False)
+    os.write(out, b"shown\n")
+    eventually(lambda: rig.out() == b"[n1/0] shown\n")
+    (tmp_path / "in-the-way").unlink()
+    os.write(out, b"kept\n")
+    eventually(lambda: rig.logs.log_file(1, 0) is not None)
+    rig.close()
+    [file] = (tmp_path / "in-the-way").rglob("stdout.log")
+    assert file.read_bytes() == b"kept\n"
 
 
 def test_without_a_directory_lines_go_to_the_console_only(
