@@ -354,7 +354,7 @@ def check_master(world: World, node: str) -> None:
     except ConnectionRefusedError:
         pass
     except OSError as error:
-        found = (error.strerror or str(error)).lower()
+        found = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
         log.warning(
             "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
             "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "

@@ -42,7 +42,7 @@ def test_a_port_that_refuses_belongs_to_workers_that_have_ended(caplog: pytest.L
 @pytest.mark.parametrize(
     ("error", "found"),
     [
-        (TimeoutError("timed out"), "timed out"),
+        (TimeoutError("timed out"), "no answer"),
         (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host"),
     ],
 )
