@@ -104,13 +104,9 @@ def _less(
     low, high = settings[lower].value, settings[upper].value
     other = upper if blamed is lower else lower
     unlike = "at most" if equal else "less than" if blamed is lower else "more than"
-    return Rule(
-        low < high or (equal and low == high),
-        blamed,
-        f"{unlike} {other.name}, which is {_in_force(settings[other])}",
-        f"lower --{lower.name} or raise --{upper.name}",
-        (other,),
-    )
+    expected = f"{unlike} {other.name}, which is {_in_force(settings[other])}"
+    advice = f"lower --{lower.name} or raise --{upper.name}"
+    return Rule(low < high or (equal and low == high), blamed, expected, advice, (other,))
 
 
 def _of_nodes_and_times(settings: Settings) -> Iterator[Rule]:

@@ -9,6 +9,7 @@ Durations are seconds; `None` has the meaning written beside the field.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +32,6 @@ from .parse import (
     Source,
     one_of,
     read_affinity,
-    read_arguments,
     read_conf,
     read_host,
     read_local_ranks,
@@ -203,7 +203,7 @@ NO_PYTHON: Option[str | None] = RUNNING.option(
 )
 ARGS: Option[tuple[str, ...]] = RUNNING.option(
     "args",
-    Parser("words as a shell would split them", read_arguments),
+    Parser("words as a shell would split them", lambda text: tuple(shlex.split(text))),
     "arguments of the script, module or program; in the file a list of texts",
     metavar="WORDS",
     default="",

@@ -340,23 +340,11 @@ def read_file(path: str) -> Settings:
         causes, problems = read_causes(document.pop(KEY), path)
         settings.causes = Setting(causes, f"{path}: {KEY}")
         settings.problems += problems
-    entries: dict[str, tuple[str, object]] = {}  # by option name: the key as written, and its value
-    for key, value in document.items():
-        name = key.replace("_", "-")
-        option = keys.get(name)
+    found = [(keys.get(key.replace("_", "-")), key, value) for key, value in document.items()]
+    for option, key, value in sorted(found, key=lambda each: each[0] is not None and not each[0].shorthand):
         if option is None:
-            settings.unknown(f"{path}: {key}", name, keys, "a key that elastic-agent knows")
-        elif option.name in entries:
-            advice = f"keep either it or {entries[option.name][0]}"
-            settings.problems.append(Problem(f"{path}: {key}", None, "each setting only once", advice))
-        else:
-            entries[option.name] = (key, value)
-    for option in _SHORTHANDS_FIRST:
-        if option.name not in entries:
-            continue
-        key, value = entries[option.name]
-        text = _toml_text(option, value)
-        if text is None:
+            settings.unknown(f"{path}: {key}", key.replace("_", "-"), keys, "a key that elastic-agent knows")
+        elif (text := _toml_text(option, value)) is None:
             expected = "a list of texts" if option is ARGS else "a text, a number, true or false"
             shown = option.parser.shown(str(value))
             settings.problems.append(Problem(f"{path}: {key}", shown, expected, correction(option)))

@@ -16,7 +16,6 @@ import ipaddress
 import logging
 import os
 import re
-import shlex
 import signal
 import textwrap
 from collections.abc import Callable
@@ -339,10 +338,6 @@ def read_port_range(text: str) -> PortRange:
         return PortRange.parse(text)
     except PortError as error:
         raise ValueError(str(error)) from error
-
-
-def read_arguments(text: str) -> tuple[str, ...]:
-    return tuple(shlex.split(text))
 
 
 def read_hang_timeout(text: str) -> float | Literal["auto"] | None:

@@ -578,8 +578,6 @@ def test_numbers_in_a_file_may_be_small(script: str, tmp_path: Path) -> None:
         (b"\xff\xfe", "expected a readable TOML file"),
         (b"a = " + b"[" * 5000, "expected a readable TOML file"),
         (b"#" * (MOST_FILE_BYTES + 1), "larger than"),
-        (b"min-nodes = 1\nmin_nodes = 2\n", "min_nodes: expected each setting only once; keep either it or min-nodes"),
-        (b"stop-grace = 1\nshutdown-timeout = 2\n", "expected each setting only once"),
         (b"min-nodes = [1]\n", "min-nodes '[1]': expected a text, a number, true or false"),
         (b"min-nodes = 1979-05-27\n", "expected a text, a number, true or false"),
         (b"min-nodes = true\n", "min-nodes 'true': expected a whole number"),
