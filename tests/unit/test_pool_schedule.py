@@ -328,6 +328,18 @@ def test_a_node_that_is_lost_keeps_its_seat_until_it_has_been_missing_for_long_e
     assert bench.plan.runs[0].attempt == 2
 
 
+def test_a_job_that_waits_again_gets_no_node_before_it_can_have_its_least() -> None:
+    bench = Bench("ab", job("x", 2, 4))
+    bench.decide()
+    bench.run_all()
+    bench.lose("a")
+    bench.lose("b")
+    bench.nodes["c"] = node("c")
+    assert bench.decide() == {}
+    bench.nodes["d"] = node("d")
+    assert bench.decide() == {"x": "cd"}
+
+
 def test_another_life_of_a_daemon_takes_a_new_seat_at_once() -> None:
     bench = Bench("ab", job("x", 2))
     bench.decide()
