@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
 from ... import __version__
 from ...codec import AtMost, Checked, Count, Document, Invalid
 from ...health.checks.finding import Finding, Outcome, worst_first
@@ -314,16 +316,15 @@ class CheckStore:
 
     def _asked(self, question: Callable[[], _T]) -> _T:
         """All questions may be asked twice."""
-        until = time.monotonic() + OUTAGE_S
-        while True:
+
+        def once() -> _T:
             if self._lost is not None:
                 raise LeaseExpired(f"this node did not keep its place in the store: {self._lost}")
-            try:
-                return question()
-            except StoreUnavailable:
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(PAUSE_S)
+            return question()
+
+        again = retry_if_exception_type(StoreUnavailable)
+        stop = stop_after_delay(OUTAGE_S)
+        return Retrying(retry=again, stop=stop, wait=wait_fixed(PAUSE_S), reraise=True)(once)
 
     def _keep(self) -> None:
         lease = self._lease

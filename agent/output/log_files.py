@@ -46,19 +46,52 @@ OLDER = ".1"
 _log = logging.getLogger(__name__)
 
 
-class DiskThread(Backlog[tuple[Callable[[], None], int]]):
-    """Does in order what waits for the disk of `what`. The number of bytes for which there is no room is counted."""
+@dataclass(slots=True, eq=False)
+class LogFile:
+    """One file, of which only the thread touches `fd` and `size`."""
 
-    def __init__(self, name: str, what: str, count_lost: Callable[[int], object]) -> None:
+    path: Path
+    most_bytes: float = math.inf
+    """A file that is full is renamed, with `OLDER` behind its name, in place of the one before."""
+    fd: int = -1
+    size: int = 0
+    written: bool = False
+    """It was made."""
+    failed: bool = False
+    """The last write did. The next one is tried all the same."""
+
+
+class LogFiles(Backlog[tuple[Callable[[], None], int]]):
+    """Does in order what waits for one disk. The number of bytes for which there is no room is counted."""
+
+    def __init__(
+        self, name: str, what: str, failing: str, count_lost: Callable[[int], object] = lambda size: None
+    ) -> None:
+        """`what` is kept, and `failing` is what follows while the disk refuses it, in words. `count_lost` is given how
+        many bytes were dropped."""
         super().__init__(name)
-        self._what = what
+        self._what, self._failing = what, failing
         self._count_lost = count_lost
         self._still = False
         """The log has that the disk stands still."""
+        self._complained_at = -math.inf
+        """When the log said that the disk refuses, of one file for all."""
 
     def do(self, action: Callable[[], None], size: int = 0, patience_s: float = 0.0) -> None:
         """In the thread, when all before it is done. What has no size finds room in any case."""
         self.put((action, size), size, QUEUE_MAX if size else math.inf, patience_s)
+
+    def open(self, file: LogFile) -> LogFile:
+        self.do(partial(self._tried, file, partial(self._open, file)))
+        return file
+
+    def save(self, file: LogFile, data: bytes, patience_s: float = 0.0) -> None:
+        """May wait for room."""
+        self.do(partial(self._tried, file, partial(self._write, file, data), data), len(data), patience_s)
+
+    def finish(self, file: LogFile) -> None:
+        """It is closed when all is written."""
+        self.do(partial(self._close, file))
 
     def _do(self, work: tuple[Callable[[], None], int]) -> None:
         work[0]()
@@ -75,45 +108,6 @@ class DiskThread(Backlog[tuple[Callable[[], None], int]]):
 
     def _moved(self) -> None:
         self._still = self._still and bool(self._waiting)
-
-
-@dataclass(slots=True, eq=False)
-class LogFile:
-    """One file, of which only the thread touches `fd` and `size`."""
-
-    path: Path
-    most_bytes: float = math.inf
-    """A file that is full is renamed, with `OLDER` behind its name, in place of the one before."""
-    fd: int = -1
-    size: int = 0
-    written: bool = False
-    """It was made."""
-    failed: bool = False
-    """The last write did. The next one is tried all the same."""
-
-
-class LogFiles(DiskThread):
-    def __init__(
-        self, name: str, what: str, failing: str, count_lost: Callable[[int], object] = lambda size: None
-    ) -> None:
-        """`what` is kept, and `failing` is what follows while the disk refuses it, in words. `count_lost` is given how
-        many bytes were dropped."""
-        super().__init__(name, what, count_lost)
-        self._failing = failing
-        self._complained_at = -math.inf
-        """When the log said that the disk refuses, of one file for all."""
-
-    def open(self, file: LogFile) -> LogFile:
-        self.do(partial(self._tried, file, partial(self._open, file)))
-        return file
-
-    def save(self, file: LogFile, data: bytes, patience_s: float = 0.0) -> None:
-        """May wait for room."""
-        self.do(partial(self._tried, file, partial(self._write, file, data), data), len(data), patience_s)
-
-    def finish(self, file: LogFile) -> None:
-        """It is closed when all is written."""
-        self.do(partial(self._close, file))
 
     # Everything below runs in the thread.
 
