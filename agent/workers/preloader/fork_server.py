@@ -261,7 +261,6 @@ def _safe_path() -> bool:
 def _take_environment(start: wire.BecomeWorker, imported: Imported) -> None:
     wanted = start.environment
     show_process([sys.orig_argv[0], *start.command], wanted)
-    name_process(os.path.basename(sys.orig_argv[0]))
     set_by_modules = {
         name: value
         for name, value in imported.variables.items()
@@ -338,14 +337,6 @@ def show_process(command: Sequence[str], environment: Mapping[str, str]) -> None
     for start, end, texts in ((words, words_end, command), (variables, variables_end, shown)):
         text = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
-
-
-PR_SET_NAME = 15
-
-
-def name_process(name: str) -> None:
-    """The short name that top shows: an exec would have set it to the file's."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, os.fsencode(name)[:15], 0, 0, 0)
 
 
 # --- Where it runs
