@@ -57,7 +57,7 @@ class Exit(enum.Enum):
     """With success."""
     DRAINED = enum.auto()
     """After the last step of a planned change."""
-    DOUBTFUL = enum.auto()
+    UNDETERMINED = enum.auto()
     """It crashed in a planned change: a failure, unless it waited in a step for ranks that had ended already."""
     AS_ASKED = enum.auto()
     """Because its generation is stopped."""
@@ -79,11 +79,10 @@ class DrainState:
     """Local ranks that have done their last step, as their agent has answered."""
     kept: set[int] = field(default_factory=set)
     """Those of them that have kept the state after it."""
-    ended: set[int] = field(default_factory=set)
-    """Those of them that have ended by themselves."""
-    excused: set[int] = field(default_factory=set)
-    """Local ranks that the next generation can do without."""
-    doubtful: dict[int, tuple[int, float]] = field(default_factory=dict)
+    drained: set[int] = field(default_factory=set)
+    """Local ranks that the next generation can do without: they have ended after their last step, or wait for others
+    that have."""
+    undetermined: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Local ranks that have crashed, with return code and instant: it is not known yet whether that matters."""
     stop: StopAt | None = None
     _look_at: float | None = None
@@ -103,7 +102,7 @@ class DrainState:
         self, local_rank: int, returncode: int, at: float, *, stopping: bool = False, hung: bool = False
     ) -> Exit:
         """What this end means. `stopping`: the generation is asked to end; `hung`: because it did not move. What is
-        DOUBTFUL waits for a look."""
+        UNDETERMINED waits for a look."""
         finished = local_rank in self.finished
         if stopping:
             if hung and returncode == -HANG_SIGNAL:
@@ -111,21 +110,21 @@ class DrainState:
             if returncode in AS_ASKED:
                 return Exit.AS_ASKED
         elif local_rank in self.kept or (finished and returncode in LEAVING):
-            self.ended.add(local_rank)
+            self.drained.add(local_rank)
             return Exit.DRAINED
         if returncode == 0:
             return Exit.ENDED
         if stopping or finished or not self.under_way:
             return Exit.FAILED
-        self.doubtful[local_rank] = returncode, at
-        return Exit.DOUBTFUL
+        self.undetermined[local_rank] = returncode, at
+        return Exit.UNDETERMINED
 
     def looked(self, stop: StopAt | None, read: Mapping[int, Reading]) -> dict[int, tuple[int, float]]:
         """Where all were to end is known now, or cannot be. Returns those whose crash was a failure."""
         self.stop = stop if stop is not None and stop.generation == self.generation else None
-        judged, self.doubtful = self.doubtful, {}
+        judged, self.undetermined = self.undetermined, {}
         fine = {rank for rank in judged if stranded(_step(read, rank), self.stop, self.generation)}
-        self.excused |= fine
+        self.drained |= fine
         return {rank: crash for rank, crash in judged.items() if rank not in fine}
 
     def wants_look(self, now: float, running: Collection[int]) -> bool:
@@ -139,7 +138,7 @@ class DrainState:
     def look_at(self) -> float | None:
         return self._look_at if self.stopping else None
 
-    def left_behind(
+    def blocked(
         self, now: float, running: Collection[int], read: Mapping[int, Reading], asking: Collection[int]
     ) -> bool:
         """Whether all workers that are left here wait for others that have ended."""
@@ -155,7 +154,7 @@ class DrainState:
 
     def complete(self, returncodes: Mapping[int, int]) -> bool:
         """All these workers have ended, and not all of them because the training is over."""
-        ended = self.kept | self.ended | self.excused
+        ended = self.kept | self.drained
         return bool(ended) and all(rank in ended or code == 0 for rank, code in returncodes.items())
 
     def keeps_all(self, returncodes: Mapping[int, int]) -> bool:

@@ -139,7 +139,7 @@ class Supervisor:
         self._send(generation, generation.just_in_time.turn(now))
         generation.stop_if_kept(now)
         if not generation.stopping and generation.drain.stopping:
-            self._end_who_waits(generation, now)
+            self._end_blocked(generation, now)
         if generation.gone():
             self._finish(generation, now)
             return True
@@ -201,7 +201,7 @@ class Supervisor:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
-            if asking is not HANG_SIGNAL and not generation.drain.excused:
+            if asking is not HANG_SIGNAL and generation.drain.drained <= generation.drain.finished:
                 within_s = grace_s if gently else math.inf
                 self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
         now = self._clock()
@@ -264,7 +264,7 @@ class Supervisor:
             self._observer.ended(local_rank, "ok", at)
         elif kind is Exit.HUNG:
             self._observer.ended(local_rank, HANG, at)
-        elif kind is Exit.DOUBTFUL:
+        elif kind is Exit.UNDETERMINED:
             self._processes.last_steps.read_stop(number, self.stop_read)
         elif kind is Exit.FAILED:
             self._failures.crashed(generation, local_rank, returncode, at)
@@ -365,14 +365,14 @@ class Supervisor:
         for local_rank, message in orders:
             self._processes.links.send(generation.number, local_rank, message)
 
-    def _end_who_waits(self, generation: Generation, now: float) -> None:
+    def _end_blocked(self, generation: Generation, now: float) -> None:
         """In a planned change: workers that wait in a step for ranks which have ended."""
         drain, steps, running = generation.drain, self._processes.last_steps, generation.running
         if drain.wants_look(now, running):
             steps.read_stop(generation.number, self.stop_read)
         asking = [rank for rank in running if steps.asks(generation.number, rank)]
-        if drain.left_behind(now, running, generation.read, asking):
-            drain.excused.update(running)
+        if drain.blocked(now, running, generation.read, asking):
+            drain.drained.update(running)
             reason = "the ranks that it waits for have ended after the last step"
             self.stop(self._config.stop.failure_grace_s, gently=True, reason=reason)
 

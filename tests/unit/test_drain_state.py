@@ -69,7 +69,7 @@ def test_a_training_that_is_over_has_not_drained(draining: DrainState) -> None:
 def test_without_a_drain_every_crash_is_a_failure() -> None:
     draining = DrainState(4)
     assert draining.exited(0, 1, NOW) is Exit.FAILED
-    assert draining.doubtful == {}
+    assert draining.undetermined == {}
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_without_a_drain_every_crash_is_a_failure() -> None:
 def test_a_crash_counts_unless_it_waited_for_ranks_that_have_ended(
     draining: DrainState, stop: StopAt | None, failed: list[int]
 ) -> None:
-    assert draining.exited(0, 1, NOW) is Exit.DOUBTFUL, "the store has to be asked first"
-    assert draining.doubtful == {0: (1, NOW)}
+    assert draining.exited(0, 1, NOW) is Exit.UNDETERMINED, "the store has to be asked first"
+    assert draining.undetermined == {0: (1, NOW)}
     assert list(draining.looked(stop, READ)) == failed
-    assert draining.doubtful == {}
+    assert draining.undetermined == {}
     assert draining.complete({0: 1}) == (not failed)
 
 
@@ -113,6 +113,6 @@ def test_only_who_waits_for_good_is_left_behind(
     draining: DrainState, now: float, running: list[int], asking: list[int], stop: StopAt, behind: bool
 ) -> None:
     draining.looked(stop, READ)
-    assert draining.left_behind(now, running, READ, asking) == behind
+    assert draining.blocked(now, running, READ, asking) == behind
     draining.finished = {0}
-    assert not draining.left_behind(now, running, READ, asking) or 0 not in running
+    assert not draining.blocked(now, running, READ, asking) or 0 not in running

@@ -18,7 +18,7 @@ TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (
     1,
 )
 CODES = (0, CRASHED, DRAINED, TERMINATED, SHELL_TERMINATED, KILLED, ABORTED)
-E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.DOUBTFUL, Exit.AS_ASKED, Exit.HUNG, Exit.FAILED
+E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.UNDETERMINED, Exit.AS_ASKED, Exit.HUNG, Exit.FAILED
 
 
 def meaning(code: int, *, stopping: bool, hung: bool, draining: bool, finished: bool, kept: bool) -> Exit:
@@ -56,7 +56,7 @@ def test_in_every_combination() -> None:
             if code == 0:
                 assert kind in (Exit.ENDED, Exit.DRAINED), "success is never held against a worker"
             if stopping:
-                assert kind not in (Exit.DRAINED, Exit.DOUBTFUL), "the planned change is over"
+                assert kind not in (Exit.DRAINED, Exit.UNDETERMINED), "the planned change is over"
             if kind is Exit.AS_ASKED:
                 assert stopping
                 assert code in AS_ASKED
