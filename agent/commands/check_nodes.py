@@ -238,7 +238,7 @@ class Stage(Checked):
 
 
 _FACTS = Document(NodeFacts, SCHEMA, MOST_CHARS)
-_STAGE = Document(Stage, SCHEMA, MOST_CHARS)
+STAGES = Document(Stage, SCHEMA, MOST_CHARS)
 _RESULTS = Document(NodeResults, SCHEMA, MOST_CHARS)
 _REPORT = Document(PairsReport, SCHEMA, MOST_CHARS)
 
@@ -287,7 +287,7 @@ class CheckStore:
         return {facts.node: facts for facts in found}
 
     def stage(self) -> Stage | None:
-        return next((_read(_STAGE, entry) for entry in self._entries(STAGE)), None)
+        return next((_read(STAGES, entry) for entry in self._entries(STAGE)), None)
 
     def report(self) -> PairsReport | None:
         return next((_read(_REPORT, entry) for entry in self._entries(REPORT)), None)
@@ -297,18 +297,9 @@ class CheckStore:
         under = f"{RESULTS}{number}/"
         return {entry.key.removeprefix(under): _read(_RESULTS, entry) for entry in self._entries(under)}
 
-    def put_stage(self, stage: Stage) -> None:
-        self._put(STAGE, _STAGE.encode(stage))
-
-    def put_report(self, report: PairsReport) -> None:
-        self._put(REPORT, _REPORT.encode(report))
-
-    def put_results(self, number: int, node: str, results: NodeResults) -> None:
-        self._put(f"{RESULTS}{number}/{node}", _RESULTS.encode(results))
-
-    def _put(self, key: str, value: str) -> None:
+    def put(self, key: str, document: Document[_T], value: _T) -> None:
         assert self._lease is not None, "only a node that has joined writes"
-        put = Put(key, value, self._lease)
+        put = Put(key, document.encode(value), self._lease)
         self._asked(lambda: self._store.transact((), (put,)))
 
     def _entries(self, *scopes: str) -> Sequence[Entry]:
@@ -424,7 +415,7 @@ class NodesCheck:
             results = self._local.reach(facts)
         elif facts:
             results = self._local.all_reduce(stage.number, facts[0])
-        self._store.put_results(stage.number, self._me, results)
+        self._store.put(f"{RESULTS}{stage.number}/{self._me}", _RESULTS, results)
 
     # --- The leader
 
@@ -438,7 +429,7 @@ class NodesCheck:
                     self._show(f"round {number}: pairs do an all-reduce")
                 self._stage(found, number)
         report = make_report(found)
-        self._store.put_report(report)
+        self._store.put(REPORT, _REPORT, report)
         self.await_others()
         return report
 
@@ -460,7 +451,7 @@ class NodesCheck:
         lives = {one.node: one.life for one in found.nodes if one.node not in found.gone}
         until = time.monotonic() + STAGE_S
         stage = Stage(number, tuple(Member(*member) for member in lives.items()))
-        self._store.put_stage(stage)
+        self._store.put(STAGE, STAGES, stage)
         self._carry_out(stage)
         while True:
             given, present = self._store.results(number), self._store.present()
