@@ -113,7 +113,7 @@ def cmdline(pid: int) -> bytes:
 def preloaded(pid: int) -> bool:
     """Its child has done its imports: it sleeps, and has not worked since the last look."""
     for child in descendants(pid):
-        if b"process.py" in cmdline(child):
+        if b"fork_server.py" in cmdline(child):
             look = state_and_work(child)
             before, _looks[child] = _looks.get(child), look
             return look == before and look[0] == "S"
