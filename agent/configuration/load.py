@@ -82,6 +82,42 @@ _SHORTHANDS_FIRST = sorted(OPTIONS, key=lambda option: not option.shorthand)
 T = TypeVar("T")
 
 
+REMOVED = {
+    "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
+    "away": "leave it out: exclude takes any name, and names the nodes that are there",
+    "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
+    "cool-down": "leave it out: an excluded node checks itself after 1 minute, and then after twice the time",
+    "device-pinning": "for mask write --virtual-local-rank, for none --devices-per-worker 0",
+    "drain-timeout": "leave it out: it is two thirds of --stop-grace",
+    "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
+    "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
+    "exit-timeout": "leave it out: ranks that live on at the end are judged by --hang-timeout like all others",
+    "expected-nodes": "write --last-call TIME, which ends when --max-nodes nodes are there",
+    "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
+    "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "follow": "of submit: write elastic-agent logs JOB --follow",
+    "gpu-memory-wait": "leave it out: a restart waits at most 30 s for the memory of killed workers",
+    "help-all": "write --help, which shows every option; -h shows the first ones",
+    "job-ends-at": "write --notice file:PATH, with that instant in the file; --slurm reads SLURM_JOB_END_TIME",
+    "just-in-time-grace": "leave it out: workers that guard their last step have 2 s",
+    "kill-timeout": "leave it out: what lives 60 s after SIGKILL costs this node its place",
+    "memory-replica-rate": "leave it out; to hold replicas back, limit the interface with tc, or --memory-replicas 0",
+    "network-interface": "write --local-addr NAME, which also takes an interface",
+    "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
+    "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
+    "otlp-endpoint": "leave it out: recoveries are events, of elastic-agent events --json",
+    "picture": "leave it out: elastic_agent_lost_time_seconds_total over time shows it",
+    "process-group-timeout": "give init_process_group its timeout=; by default it is twice --hang-timeout",
+    "quiet": "write --log-level warning",
+    "rank": "of logs: write elastic-agent logs JOB | grep '/N\\]'",
+    "run-again": "write elastic-agent forget JOB first, or another --rdzv-id",
+    "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
+    "time-limit": "of submit: elastic-agent cancel JOB, or the script's own limit",
+    "watch": "of jobs: write watch elastic-agent jobs",
+}
+"""Options of earlier versions: what to write instead, or why nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting(Generic[T]):
     """A value in force. `origin` is "--min-nodes", "ELASTIC_AGENT_MIN_NODES", "FILE: min-nodes" or "default".
@@ -163,6 +199,9 @@ class Settings:
             self.unknown(origin, key, RDZV_CONF_KEYS, "one of " + ", ".join(RDZV_CONF_KEYS))
 
     def unknown(self, origin: str, name: str, known: Iterable[str], expected: str) -> None:
+        if advice := REMOVED.get(name.removeprefix("ELASTIC_AGENT_").lower().replace("_", "-").strip("-")):
+            self.problems.append(Problem(origin, None, "no such option any more", advice))
+            return
         guess = closest(name, known)
         advice = f"did you mean {guess}?" if guess else "see elastic-agent --help"
         self.problems.append(Problem(origin, None, expected, advice))

@@ -24,6 +24,7 @@ from elastic_agent.agent.configuration.load import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
     MOST_FILE_BYTES,
+    REMOVED,
     read_argv,
 )
 from elastic_agent.agent.configuration.parse import Option, Source
@@ -549,6 +550,15 @@ def test_file_or_environment_can_make_a_complete_daemon_command_line(script: str
     assert parse(["--min-nodes", "1", "--max-nodes", "4"], environ).nodes == NodeCounts(1, 4)
     (problem,) = problems_of(["--min-nodes", "1", "--max-nodes", "4"])
     assert problem.startswith("command line: expected a script to run; write it after the options")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_an_option_of_an_earlier_version_says_what_to_write(
+    name: str, source: str, script: str, tmp_path: Path
+) -> None:
+    argv, environ = written(source, tmp_path, {name: "1"})
+    [problem] = problems_of([*argv, script], environ)
+    assert problem.endswith(f"expected no such option any more; {REMOVED[name]}")
 
 
 def test_two_things_to_run_in_one_source_are_refused(script: str) -> None:
