@@ -199,6 +199,13 @@ def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
     assert not job.history()
 
 
+def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
+    agent = job.start("a", environment={"CUDA_VISIBLE_DEVICES": "0,999"})
+    assert agent.exit_code() == 73
+    assert agent.says("CUDA_VISIBLE_DEVICES '0,999': expected devices of this node")
+    assert not job.history()
+
+
 @pytest.mark.parametrize(
     ("pinning", "local_ranks", "visible"),
     [("mask", ["0", "0"], ["0,1", "2,3"]), ("index", ["0", "1"], [None, None])],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .harness import RECORDER, Agent, Job
@@ -37,6 +39,11 @@ def spares(job: Job, agent: Agent) -> set[int]:
     session = preloaded(job, agent).pid
     of_agent = [process for process in job.processes() if process.parent == agent.pid]
     return {process.pid for process in of_agent if process.session == session} - {session}
+
+
+def waiting(pids: Iterable[int]) -> int:
+    """How many of these have said that they are ready, and wait for what they are to become."""
+    return sum(psutil.Process(pid).status() == psutil.STATUS_SLEEPING for pid in pids)
 
 
 FROM_SPARES = "generation {}: {} workers? from spares in "
@@ -85,10 +92,8 @@ def test_workers_and_spares_outlive_the_preloaded_process(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     old = job.wait_for_training(world=2)
     first = preloaded(job, agent).pid
-    job.wait_for(lambda: len(spares(job, agent)) >= 3, "spares for the next generation and its store")
-    time.sleep(
-        0.5
-    )  # one that has just been forked, and has not said so, ends with the process that forked it
+    # One that has just been forked, and has not said so, ends with the fork server; one that has, sleeps.
+    job.wait_for(lambda: waiting(spares(job, agent)) >= 3, "spares for the next generation and its store")
     os.kill(first, signal.SIGKILL)
     job.wait_for_text(agent, "the fork server is gone: killed by SIGKILL")
     os.kill(old.pid(0), signal.SIGKILL)
