@@ -74,6 +74,8 @@ LONG, WRITE = 8 * 1024 * 1024, 8192
 wait for the disk); and of one write, besides its values."""
 SLACK_S = 1.0
 """Of the clock, between processes."""
+BUSY_S = 1.0
+"""A process that finds others writing ends no leases for so long: they may be about to confirm them."""
 
 _TABLES = (
     "CREATE TABLE state (revision INTEGER NOT NULL)",
@@ -110,6 +112,7 @@ class LocalStore(Store):
         self._timeout_s = request_timeout_s
         self._closed = False
         self._lock = threading.Lock()
+        self._sweeps_after = 0.0
         self._written = 0
         self._disk = threading.Lock()
         self._folder = -1
@@ -322,7 +325,8 @@ class LocalStore(Store):
 
     def _end_due(self, database: sqlite3.Connection) -> None:
         """End the leases that are due, if that can be done now without waiting for anything."""
-        if not _due(database):
+        now = time.monotonic()
+        if now < self._sweeps_after or not _due(database):
             return
         try:
             database.execute("PRAGMA busy_timeout = 0")
@@ -332,6 +336,7 @@ class LocalStore(Store):
             database.execute("COMMIT")
             self.ring()
         except sqlite3.OperationalError:
+            self._sweeps_after = now + BUSY_S
             if database.in_transaction:
                 database.execute("ROLLBACK")
         finally:

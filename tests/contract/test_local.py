@@ -323,6 +323,23 @@ def test_a_lease_that_cannot_be_ended_makes_no_read_fail_and_can_be_confirmed(
         store.keep_alive(lost)
 
 
+def test_who_found_others_writing_leaves_them_time_to_confirm_their_leases(
+    offer: Callable[..., LocalStore], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All leases are due when a writer has stood still for longer than they last."""
+    monkeypatch.setattr("elastic_agent.rendezvous.local.store.BUSY_S", PATIENCE_S)
+    store, other = offer(), offer()
+    lease = store.grant(0.3)
+    put(store, "nodes/n", "", lease)
+    with closing(sqlite3.connect(file, isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        time.sleep(0.4)
+        assert list(values(other)) == ["nodes/n"]
+        holder.execute("ROLLBACK")
+    assert list(values(other)) == ["nodes/n"], "it is due, and its owner is about to confirm it"
+    store.keep_alive(lease)
+
+
 def test_only_who_writes_what_is_to_last_waits_for_the_disk(
     offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
