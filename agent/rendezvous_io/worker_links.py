@@ -64,6 +64,10 @@ BACKLOG = 512
 MAX_AT_ONCE = 64
 """Datagrams that are read before other sockets have their turn."""
 
+MAX_LOCKS = 64
+"""Checkpoint directories of one job whose locks are kept: each is a descriptor of this process, of which a script that
+saves to a new directory now and then must not take them all."""
+
 
 class WorkerLinks:
     """`send` is for the main loop."""
@@ -281,7 +285,7 @@ class _LentLocks:
                     unneeded, run, kept = list(kept.values()), message.run, {}
                 for descriptor in given:
                     place = _place_of(descriptor)
-                    if place is None or place in kept:
+                    if place is None or place in kept or len(kept) == MAX_LOCKS:
                         unneeded.append(descriptor)
                     else:
                         kept[place] = descriptor

@@ -7,6 +7,7 @@ import fcntl
 import os
 import queue
 import resource
+import select
 import socket
 import threading
 import time
@@ -376,3 +377,20 @@ def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene
     assert scene.reporter.send(lambda g, r: LentLock(g - 1, r, "past"))
     assert scene.reporter.send(lambda g, r: LentLock(g, r, "b"))
     eventually(lambda: opened() == [])
+
+
+def test_locks_that_are_lent_do_not_take_all_descriptors(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script saves to a new directory now and then."""
+    monkeypatch.setattr("elastic_agent.agent.rendezvous_io.worker_links.MAX_LOCKS", 3)
+    for directory in range(3):
+        with open(tmp_path / str(directory), "w") as lock:
+            assert scene.reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
+    reading, lent = os.pipe()
+    assert scene.reporter.send(lambda g, r: LentLock(g, r, "a"), lent)
+    os.close(lent)
+    closed = select.poll()
+    closed.register(reading, select.POLLIN)
+    assert closed.poll(5000), "the agent has closed what is beyond the bound"
+    os.close(reading)
