@@ -37,6 +37,8 @@ def claim_cgroup(incarnation: str) -> Path | None:
         return None
     ours = here / f"elastic-agent-{incarnation}"
     try:
+        if not os.access(here / "cgroup.procs", os.W_OK):
+            raise OSError(0, "its processes may not be moved")
         ours.mkdir()
         if (kind := (ours / "cgroup.type").read_text().strip()) != "domain":  # below a threaded one
             ours.rmdir()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.cgroups import is_delegated
+from elastic_agent.agent.machine import cgroups
+from elastic_agent.agent.machine.cgroups import claim_cgroup, is_delegated
 from elastic_agent.agent.workers.processes.proc import cgroup_members, empty_cgroup, remove_cgroup
 from elastic_agent.worker.storage.memory.available_memory import own_cgroup
 
@@ -86,6 +87,18 @@ def cgroup(tmp_path: Path) -> Path:
     (tmp_path / "inner" / "cgroup.procs").write_text("20\n")
     (tmp_path / "cgroup.events").write_text("populated 1\nfrozen 0\n")
     return tmp_path
+
+
+def test_a_cgroup_whose_processes_may_not_be_moved_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No worker could enter one below it, and so none would start."""
+    monkeypatch.setattr(cgroups, "own_cgroup", lambda controller="": tmp_path)
+    monkeypatch.setattr(cgroups, "is_delegated", lambda cgroup, uid: True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "cgroup.procs")
+    assert claim_cgroup("3f2a") is None
+    assert not list(tmp_path.iterdir())
+    assert "may not be moved" in caplog.text
 
 
 def test_members_are_those_of_all_levels_that_have_a_number_here(cgroup: Path) -> None:
