@@ -81,6 +81,7 @@ class EtcdV3Handler(RendezvousHandler):
         self._place: Place | None = None
         self._stop_announced = False
         self._left = False
+        self._handled_outside = sys.exc_info()[1]
 
     def get_backend(self) -> str:
         return BACKEND
@@ -145,6 +146,8 @@ class EtcdV3Handler(RendezvousHandler):
         """
         membership = self._membership
         error = sys.exc_info()[1]
+        if error is self._handled_outside:
+            error = None
         try:
             if membership is not None and self._place is not None and not self._left:
                 if error is None:

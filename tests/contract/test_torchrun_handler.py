@@ -390,6 +390,31 @@ def test_who_stands_by_hears_that_the_rendezvous_is_closed(new_node: Callable[..
     assert standing_by.handler.is_closed()
 
 
+def test_a_job_that_is_tried_again_where_an_error_is_handled_ends_no_other_node(
+    new_node: Callable[..., Node], store: SharedStore
+) -> None:
+    """`except ChildFailedError: elastic_launch(...)()`: that error is none of the second try."""
+    a = new_node("2")
+
+    def again() -> None:
+        try:
+            raise RuntimeError("of the first try")
+        except RuntimeError:
+            retried = new_node("2").handler
+            retried.next_rendezvous()
+            retried.shutdown()
+
+    retry = ThreadPoolExecutor(1)
+    done, info = retry.submit(again), a.meet()
+    info.result(PATIENCE_S)
+    wait([done], 0.5)
+    assert store.world().phase is not Phase.ENDED
+    a.finish().result(PATIENCE_S)
+    done.result(PATIENCE_S)
+    assert store.world().result is Result.SUCCEEDED
+    retry.shutdown()
+
+
 def test_a_shutdown_may_be_repeated_and_leaves_nothing_to_call(new_node: Callable[..., Node]) -> None:
     node = new_node("1")
     node.do(lambda: None).result()  # so that its own thread is there
