@@ -179,14 +179,10 @@ def run_folder(directory: Path, job: str, run: str) -> Path:
 
 
 def newest_run(directory: Path, job: str | None) -> Path | None:
-    """The folder of the newest run in `directory`, of this job or of any; None: there is none. The daemon of a pool has
-    a folder there for each job. Raises OSError."""
-    folders = [*directory.iterdir()]
-    if job is not None and directory / job in folders and (directory / job).is_dir():
-        folders += (directory / job).iterdir()
+    """The folder of the newest run in `directory`, of this job or of any; None: there is none. Raises OSError."""
     runs = [
         (at, folder)
-        for folder in folders
+        for folder in directory.iterdir()
         if job is None or folder.name.rpartition("-")[0] == job
         if (at := _marked_at(folder)) is not None
     ]

@@ -53,14 +53,10 @@ def test_events_of_all_nodes_are_in_the_order_of_their_clocks(
     assert [(event.node, event.number) for event in read] == [("b", 1), ("a", 1), ("a", 2), ("a", 3)]
 
 
-def test_a_job_stands_for_its_newest_run_also_one_of_a_pool(
+def test_a_job_stands_for_its_newest_run(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert events(["digits", f"--log-dir={tmp_path}", "--json"]) == ExitCode.SUCCESS
-    assert len(lines(capsys)) == 4
-    (tmp_path / "pool" / "digits").mkdir(parents=True)
-    folder.rename(tmp_path / "pool" / "digits" / folder.name)
-    assert events(["digits", f"--log-dir={tmp_path}/pool", "--json"]) == ExitCode.SUCCESS
     assert len(lines(capsys)) == 4
 
 
