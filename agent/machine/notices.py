@@ -210,9 +210,12 @@ class Aws(_Cloud):
         reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token}) if self._token else Reply(401)
         if reply.status == 401:
             token = self.ask(TOKEN_PATH, {f"{TOKEN_HEADER}-ttl-seconds": "21600"}, "PUT")
-            if token.status != 200:
-                raise SourceFailed(f"{TOKEN_PATH}: status {token.status}")
-            self._token = token.body.decode("latin-1").strip()
+            text = token.body.decode("latin-1").strip()
+            if token.status != 200 or not re.fullmatch(r"[!-~]{1,512}", text):  # it may be secret: not shown
+                raise SourceFailed(
+                    f"{TOKEN_PATH}: status {token.status}, no token in {len(token.body)} bytes"
+                )
+            self._token = text
             reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token})
         if reply.status == 404:  # it is not there until there is a notice
             return None

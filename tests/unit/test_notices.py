@@ -163,9 +163,11 @@ def test_an_interruption_at_no_instant_is_one_of_30_s(at: object) -> None:
     assert (found.ends_at, found.within_s) == (None, DEFAULT_S)
 
 
-def test_without_a_token_nothing_is_understood() -> None:
-    with pytest.raises(SourceFailed, match="token: status 403"):
-        aws(token=Reply(403)).poll()
+@pytest.mark.parametrize("reply", [Reply(403), Reply(200), Reply(200, b"<p>secret\nX: 1</p>")])
+def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
+    with pytest.raises(SourceFailed, match=f"token: status {reply.status}, no token in") as error:
+        aws(token=reply).poll()
+    assert "secret" not in str(error.value)
 
 
 NOTHING_OF_AWS = {
