@@ -144,9 +144,13 @@ def test_an_error_file_is_read(
         write(b'"' + b"x" * 1024 * 1024 + b'"'),
         *map(error_json, ("", 5, {"message": ["x"]})),
         lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to(path.with_name("other.json")),
     ],
 )
+@pytest.mark.timeout(30)
 def test_an_error_file_that_is_no_good_is_harmless(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    error_json("elsewhere")(tmp_path / "other.json")
     make(tmp_path / "error.json")
     assert read_error_file(tmp_path / "error.json") is None
 
