@@ -83,6 +83,7 @@ class HowToStop:
     """Those that are left then are killed."""
     gently: bool
     asking: signal.Signals = signal.SIGTERM
+    asked_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -269,6 +270,8 @@ class Generation:
         """What was postponed is due when the last step is in memory, or will not be."""
         if self.postponed is not None and not self.just_in_time.under_way:
             how, self.postponed = self.postponed, None
+            if not how.gently:  # a failure's grace begins now; a planned one has gone on
+                how = replace(how, kill_at=now + how.kill_at - how.asked_at)
             self.stop(how, now)
 
     @property

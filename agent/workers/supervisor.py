@@ -205,7 +205,7 @@ class Supervisor:
                 within_s = grace_s if gently else math.inf
                 self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
         now = self._clock()
-        generation.stop(HowToStop(now + grace_s, gently, asking), now)
+        generation.stop(HowToStop(now + grace_s, gently, asking, now), now)
 
     def _stop_failed(self, asking: signal.Signals) -> None:
         """After a failure that is in the log."""

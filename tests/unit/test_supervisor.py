@@ -247,10 +247,12 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert node.links.sent == [(1, Hold(1.0))]
     node.supervisor.guard_sent(1, 1, Held(7))
     assert node.links.sent[1:] == [(1, Keep(2.0))]
+    node.turn(1.5)
     node.supervisor.guard_sent(1, 1, Kept(7))
     node.turn()
     assert node.links.sent[2:] == [(1, Go())]
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
+    assert node.group.kill_at == node.now + node.config.stop.failure_grace_s
 
 
 def test_a_planned_stop_keeps_the_last_step_too_and_takes_no_longer_for_it(node: Supervised) -> None:
