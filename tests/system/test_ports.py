@@ -88,7 +88,7 @@ def test_a_filter_that_drops_is_named_with_node_and_port(job: Job, net: Network,
         )
         for rank, name in enumerate("ab")
     )
-    there = rf"node b does not reach {net['a'].address}:{MASTER_PORT} of node a, where the workers meet: timed out"
+    there = rf"node b does not reach {net['a'].address}:{MASTER_PORT} of node a, where the workers meet: no answer"
     job.wait_for_text(b, there)
     assert net["a"].disturbed
     assert not a.says("does not reach")
