@@ -207,7 +207,8 @@ class _Draft:
         if ending is not None:
             self._end(run.job, ending, run)
             return
-        self._runs[run.job] = replace(run, in_vain=in_vain)
+        # Its nodes are told no more: the plan of many large jobs that wait again would be too long for the store.
+        self._runs[run.job] = replace(run, in_vain=in_vain, left=())
 
     def _end(self, job: str, ending: Ending, run: Run | None) -> None:
         if len(self.results) == MOST_AT_ONCE:
