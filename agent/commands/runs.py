@@ -97,7 +97,7 @@ def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
 _EVENTS_USAGE = """\
 usage: elastic-agent events [RUN] [--json] [--log-dir DIR]
 
-Shows the events of a run: worlds and their causes, failures, recoveries, saves, excluded nodes. RUN is the folder of a
+Shows the events of a run: worlds and their causes, failures, recoveries, loads, excluded nodes. RUN is the folder of a
 run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents without one keep their
 files. Without RUN it is the newest run there. The journals of all nodes are shown that are there.
 """
@@ -215,7 +215,14 @@ def write_bundle(archive: IO[bytes], run: Path, known: Collection[str]) -> int:
 def _newest_first(run: Path) -> list[Path]:
     """All files: if the archive is full, old ones are left out."""
     found = [Path(folder, name) for folder, _, names in os.walk(run) for name in names]
-    return sorted(found, key=lambda path: (path.lstat().st_mtime, path), reverse=True)
+    return sorted(found, key=lambda path: (_written_at(path), path), reverse=True)
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:  # the run goes on, and has deleted it meanwhile
+        return 0.0
 
 
 def _content(path: Path) -> tuple[bytes, bool]:

@@ -161,3 +161,17 @@ def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
 )
 def test_how_it_ends(words: list[str], code: ExitCode) -> None:
     assert main(words) == code
+
+
+def test_a_file_that_the_run_deletes_meanwhile_is_left_out(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = os.walk
+
+    def with_one_more(top: Path) -> list[tuple[str, list[str], list[str]]]:
+        return [*walk(top), (str(top), [], ["gone.log"])]
+
+    monkeypatch.setattr(os, "walk", with_one_more)
+    found = bundled(run, tmp_path)
+    assert "events-a.jsonl" in found
+    assert "gone.log: left out" in found["about.txt"]
