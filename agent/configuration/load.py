@@ -95,7 +95,7 @@ REMOVED = {
     "expected-nodes": "write --last-call TIME, which ends when --max-nodes nodes are there",
     "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
-    "follow": "of submit: write elastic-agent logs JOB --follow",
+    "follow": "of submit: write elastic-agent logs JOB --follow; of events: see an agent's page, or /events?since=N",
     "gpu-memory-wait": "leave it out: a restart waits at most 30 s for the memory of killed workers",
     "help-all": "write --help, which shows every option; -h shows the first ones",
     "job-ends-at": "write --notice file:PATH, with that instant in the file; --slurm reads SLURM_JOB_END_TIME",
