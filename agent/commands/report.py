@@ -293,7 +293,7 @@ def lines(report: Report) -> Iterator[str]:
 
 def _hours(report: Report) -> Iterator[str]:
     def row(name: str, seconds: float) -> str:
-        return f"  {name:<28}{span(seconds):>12}{seconds / report.wall_s:>9.1%}"
+        return f"  {name:<28}{span(seconds):>12}{seconds / (report.wall_s or 1.0):>9.1%}"
 
     for use, seconds in report.seconds.items():
         if use == RESTARTING[0]:

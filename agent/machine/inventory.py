@@ -114,7 +114,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
-        _network_fact(config, network),
+        _network_fact(network),
         f"workers use {software}",
     )
     return Machine(inventory, pinned, shares, network, facts, software)
@@ -167,7 +167,7 @@ def _device_facts(
             yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
 
 
-def _network_fact(config: Config, network: Network | NotReady) -> str:
+def _network_fact(network: Network | NotReady) -> str:
     if isinstance(network, Network):
         return f"network: {network.choice}"
     return f"network: it would wait for {network.missing}: {network.advice}"

@@ -442,3 +442,15 @@ def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None
     for order in (stretches, stretches[::-1]):
         found = job_seconds(order, 10.0)
         assert (found[PRODUCTIVE], found[REDONE], found[SAVING]) == (1.0, 5.0, 4.0)
+
+
+def test_a_job_that_ended_before_its_first_account_by_a_clock_set_back_is_shown() -> None:
+    account = JobEvent(
+        number=1, at=100.0, node="a", generation=0, kind=Kind.ACCOUNTING, text="-", seconds={"waiting": 5.0}
+    )
+    end = JobEvent(number=2, at=90.0, node="a", generation=1, kind=Kind.JOB_ENDED, text="-", cause="failed")
+    report = report_of("digits", [[account, end]])
+    assert report is not None
+    assert report.wall_s == 0.0
+    assert next(lines(report)).startswith("run digits: failed, ")
+    assert any("wall-clock" in line for line in lines(report))
