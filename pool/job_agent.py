@@ -179,5 +179,5 @@ class JobAgent:
         """Ask it to leave the job by plan; a second time ends it at once. One that was stopped goes on, to obey."""
         if self._process.poll() is None:
             self.leaves = True  # before the thread that waits for it can see its end
-            os.kill(self._process.pid, signal.SIGTERM)
-            os.kill(self._process.pid, signal.SIGCONT)
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)  # nothing where the first one has ended it by now

@@ -28,6 +28,11 @@ from elastic_agent.rendezvous.node.node_actions import (
     next_action,
 )
 from elastic_agent.rendezvous.records import (
+    MAX_EXCEPTION,
+    MAX_LOG_FILE,
+    MAX_LOG_LINE,
+    MAX_LOG_LINES,
+    MAX_TRACEBACK,
     TRANSITIONS,
     BadState,
     Cause,
@@ -61,10 +66,10 @@ NOW = 100.0
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")
 LONGEST_END: dict[str, Any] = {
     "local_rank": 0,
-    "exception": "\u00fc" * 500,
-    "traceback": "\u00fc" * 1400,
-    "log_tail": ("\u00fc" * 800,) * 16,
-    "log_file": "\u00fc" * 500,
+    "exception": "\u00fc" * MAX_EXCEPTION,
+    "traceback": "\u00fc" * MAX_TRACEBACK,
+    "log_tail": ("\u00fc" * MAX_LOG_LINE,) * MAX_LOG_LINES,
+    "log_file": "\u00fc" * MAX_LOG_FILE,
 }
 """Of what travels of a worker's end."""
 OLD_CRASH = replace(CRASH, generation=3)
