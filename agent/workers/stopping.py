@@ -224,7 +224,7 @@ class JustInTimeState:
         if isinstance(message, Broken):
             return [(local_rank, Go())] if self.over else self.begin(now)
         if isinstance(message, Held):
-            self._held[local_rank] = message.step
+            self._held.setdefault(local_rank, message.step)  # it is asked to keep its state once
         elif local_rank == self._keeping:
             self._keeping = None
             if message.step is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.workers.stopping import JustInTimeState, Orders
@@ -131,6 +131,7 @@ def test_a_broken_collective_begins_it_and_who_comes_late_goes_at_once() -> None
         max_size=20,
     ),
 )
+@example(guards=1, happens=[(0, Held(3), 0.0), (0, Held(3), 0.0), (0, Kept(None), 0.0)])
 def test_whatever_happens_it_ends_in_time_and_all_are_let_go(
     guards: int, happens: list[tuple[int, FromGuard | str, float]]
 ) -> None:

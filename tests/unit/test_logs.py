@@ -440,6 +440,7 @@ def test_a_disk_with_room_again_takes_what_comes_then(
     (tmp_path / "in-the-way").write_text("a file")
     rig = Rig(tmp_path / "in-the-way" / "logs", tmp_path)
     out, _ = rig.worker(console=False)
+    eventually(lambda: bool(disk_warnings(caplog)))  # before that, output is on its way to the file, and lost
     os.write(out, b"shown\n")
     eventually(lambda: rig.out() == b"[n1/0] shown\n")
     (tmp_path / "in-the-way").unlink()
@@ -447,7 +448,9 @@ def test_a_disk_with_room_again_takes_what_comes_then(
     eventually(lambda: rig.logs.log_file(1, 0) is not None)
     rig.close()
     [file] = (tmp_path / "in-the-way").rglob("stdout.log")
-    assert file.read_bytes() == b"kept\n"
+    assert file.read_bytes() in (b"kept\n", b"shown\nkept\n"), (
+        "the disk may have had room again for all that was on its way"
+    )
 
 
 def test_without_a_directory_lines_go_to_the_console_only(
