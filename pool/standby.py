@@ -87,7 +87,8 @@ def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
         raise Invalid("job without its output")
     os.set_inheritable(descriptors[0], False)
     with channel.makefile("rb") as text:
-        return _COMMAND.decode(text.readline(LONGEST).decode()), descriptors[0]
+        line = text.readline(LONGEST).decode(errors="replace")  # cut anywhere where the daemon died
+        return _COMMAND.decode(line), descriptors[0]
 
 
 _PR_SET_PDEATHSIG = 1

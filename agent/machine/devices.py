@@ -137,7 +137,9 @@ def pin(
         raise _wrong("--nproc-per-node", workers, expected, advice)
     first = local_rank * per_worker
     own = available[first : first + per_worker]
-    if own[0].entry.startswith("MIG-") and (per_worker > 1 or (pinning == "index" and workers > 1)):
+    if any(one.entry.startswith("MIG-") for one in own) and (
+        per_worker > 1 or (pinning == "index" and workers > 1)
+    ):
         raise _wrong(
             "--virtual-local-rank",
             pinning == "mask",

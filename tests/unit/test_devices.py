@@ -24,6 +24,7 @@ from elastic_agent.agent.machine.devices import (
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)
 UUIDS = Inventory(cuda=(Device("GPU-aa"), Device("GPU-bb")), cpus=64)
+GPU_AND_MIG = Inventory(cuda=(Device("GPU-aa"), Device("MIG-bb")), cpus=64)
 MIGS = Inventory(cuda=(Device("MIG-aa"), Device("MIG-bb")), cpus=64)
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -321,6 +322,7 @@ def test_pinning(
         ("mask", 1, 5, FOUR_GPUS, ["-node '1'", "each with 5", "CUDA devices: 4 (0,1,2,3)"]),
         ("mask", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),
         ("index", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),
+        ("mask", 1, 2, GPU_AND_MIG, ["MIG devices", "only the first", "without --devices-per-worker"]),
     ],
 )
 def test_more_workers_than_devices_is_refused_for_every_worker(

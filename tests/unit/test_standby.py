@@ -85,6 +85,16 @@ def test_what_is_no_job_is_refused_and_the_end_of_the_daemon_is_none() -> None:
         assert receive_job(theirs) is None
 
 
+def test_a_job_that_a_dying_daemon_has_cut_in_a_character_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(ours, [b"j"], [theirs.fileno()])
+        ours.send("\u00fc".encode()[:1])
+        ours.close()
+        with pytest.raises(Invalid):
+            receive_job(theirs)
+
+
 class Started:
     """A job's agent, which prints to this file."""
 

@@ -116,7 +116,7 @@ def _recorded_reads() -> Iterator[set[str]]:
 
 ROOM_NAME = "ELASTIC_AGENT_PRELOADER_ROOM"
 ROOM = {ROOM_NAME: " " * 2**16}
-"""For the variables that the kernel shall show of a worker, see `become`."""
+"""For the variables that the kernel shall show of a worker, see `show_process`."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """For the fork server, so that its libraries start no threads: a fork would not have them. MKL does as

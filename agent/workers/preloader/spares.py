@@ -49,7 +49,7 @@ RETRY_S = 15.0
 """Before a fork server that has ended or hung is replaced: its imports need the cores of the workers."""
 
 ROOM_FOR_WORDS = 4096
-"""In the command line that ps shows of a worker, see `become`."""
+"""In the command line that ps shows of a worker, see `show_process`."""
 
 ENDING_S = 0.5
 """How long the end of a process may take whose socket is closed already, before it is helped."""
