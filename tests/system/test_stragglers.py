@@ -19,10 +19,17 @@ EVEN_STEPS = 60
 WITHIN_STEPS = 20
 
 
+def slow_down(slow: Path, told: str) -> None:
+    """At once: the script reads the file at each step, and must not find it empty."""
+    new = slow.with_suffix(".new")
+    new.write_text(told)
+    new.replace(slow)
+
+
 @pytest.mark.timeout(240)
 def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job: Job) -> None:
     slow = job.folder / "slow"
-    slow.write_text("0 1.0")
+    slow_down(slow, "0 1.0")
     options = ("--nnodes=2", "--nproc-per-node=2", TORCH_PRELOADED)
     agents = [job.join(name, *options, script=(SCRIPT, slow)) for name in "ab"]
     a, b = agents
@@ -32,7 +39,7 @@ def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job
     assert not any(agent.says(SLOWER) for agent in agents)
     assert 0.5 < a.metric("elastic_agent_step_time_skew_ratio", local_rank="1") < 2.0
 
-    slow.write_text("3 1.4")
+    slow_down(slow, "3 1.4")
     for agent in agents:
         named = job.wait_for_text(agent, SLOWER)
         assert (named[1], named[2]) == ("3", "b")
@@ -55,7 +62,7 @@ def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job
     assert [(one["node"], one["rank"]) for one in found["stragglers"]] == [("b", 3)]
     assert found["stragglers"][0]["own_us"] > found["usual_us"]
 
-    slow.write_text("0 1.0")
+    slow_down(slow, "0 1.0")
     for agent in agents:
         job.wait_for_text(agent, "rank 3 on node b is as fast as the others again")
     assert sum(len(agent.text.split("is slower than the others")) - 1 for agent in agents) == len(agents), (
