@@ -210,6 +210,8 @@ def help_text(*, short: bool = False) -> str:
         parts.append(f"{group.title}:")
         parts += [option.help_text() for option in group if Source.CLI in option.sources]
         parts.append("")
+    if not short:
+        parts += ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode), ""]
     return "\n".join([*parts, EXAMPLES.rstrip()])
 
 

@@ -38,7 +38,7 @@ def ddp(
 ) -> specs.AppDef:
     """Elastic training by elastic-agent, one agent per node.
 
-    Options of elastic-agent beyond those below are variables of their names: --env ELASTIC_AGENT_DRAIN_TIMEOUT=60s.
+    Options of elastic-agent beyond those below are variables of their names: --env ELASTIC_AGENT_STOP_GRACE=60s.
 
     Args:
         script_args: arguments of the script or module

@@ -55,16 +55,15 @@ run, but for those that the pool decides. Without --rdzv-endpoint the pool is th
 is the job's id: elastic-agent logs ID --follow shows what it prints, and ends as it does.
 """
 
-NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)", metavar="NAME")
+NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)")
 ENV: Option[tuple[tuple[str, str], ...]] = Option(
     "env",
     Parser("NAME=VALUE,NAME=VALUE", lambda text: _read_env(text)),
     "variables that the workers get besides the daemon's own; for a secret give the name of a file instead",
-    metavar="NAME=VALUE,...",
     default="",
 )
 DIRECTORY: Option[str | None] = Option(
-    "directory", TEXT, "where the job runs, the same on all nodes (default: the present one)", metavar="DIR"
+    "directory", TEXT, "where the job runs, the same on all nodes (default: the present one)"
 )
 _NOT_OF_JOBS: tuple[Option[Any], ...] = (
     *(NODE_ID, HTTP_ADDRESS, LOG_DIR, JOB_ID, STANDALONE, SLURM, NODE_RANK),

@@ -14,7 +14,7 @@ from typing import Any
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import CannotDo, ExitCode, exit_codes
+from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Option
@@ -24,6 +24,7 @@ from ..rendezvous_io.store_opening import open_to_look
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
 STDOUT = 1
+EXIT_CODES = "What the exit codes mean: elastic-agent --help."
 STORE_OPTIONS = (
     "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help."
 )
@@ -56,7 +57,7 @@ def run_command(
     command_line = read_argv(words[1:] if named else words, options)
     if HELP in command_line:
         shown = [option.help_text() for option in (*options, *others)]
-        print("\n".join([usage, *shown, "", *([note, ""] if note else []), *exit_codes()]))
+        print("\n".join([usage, *shown, "", *([note] if note else []), EXIT_CODES]))
         return ExitCode.SUCCESS
     code: ExitCode
     reason: Exception

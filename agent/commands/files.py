@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.exits import ExitCode, exit_codes
+from ..common.exits import ExitCode
+from .command import EXIT_CODES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -63,4 +64,4 @@ def main(words: Sequence[str]) -> int:
 
 def _help() -> str:
     kinds = [f"  {kind:<12}{what}" for kind, what in KINDS.items()]
-    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes()])
+    return "\n".join([_USAGE, "Kinds:", *kinds, "", EXIT_CODES])

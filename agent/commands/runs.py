@@ -146,7 +146,6 @@ OUTPUT: Option[Path | None] = DIAGNOSE_OPTIONS.option(
     "output",
     PATH,
     "the archive, which must not be there yet (default: the folder's name with .tar.gz, in the current folder)",
-    metavar="FILE",
 )
 
 MOST_OF_A_FILE = 2 * 2**20

@@ -65,16 +65,14 @@ def _read_agent(text: str) -> Endpoint:
 STATUS_OPTIONS = Group("status")
 AGENT: Option[Endpoint | None] = STATUS_OPTIONS.option(
     "agent",
-    Parser("host:port", _read_agent),
+    Parser("host:port", _read_agent, metavar="HOST:PORT"),
     "ask the agent whose metrics are served there; its log says where",
-    metavar="HOST:PORT",
 )
 JSON = STATUS_OPTIONS.flag("json", "one JSON document instead of text; with --watch one in each line")
 WATCH: Option[float | None] = STATUS_OPTIONS.option(
     "watch",
-    Parser(duration(0.1).expects, _read_interval),
+    Parser(duration(0.1).expects, _read_interval, metavar="[=DURATION]"),
     f"look again and again, every {_INTERVAL} s or as often as said, until Ctrl-C",
-    metavar="[=DURATION]",
     flag=True,
 )
 TIMEOUT: Option[float] = STATUS_OPTIONS.option(

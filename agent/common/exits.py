@@ -48,16 +48,6 @@ class ExitCode(IntEnum):
     STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM; of wait: the job was cancelled"
 
 
-OF_COMMANDS = frozenset(
-    code for code in ExitCode if code in (0, 1, 3, 65, 66, 67, 68, 69, 72, 73, 75, 76, 78, 130, 141, 143)
-)
-
-
-def exit_codes() -> list[str]:
-    """The lines of a command's help that explain its codes."""
-    return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode if code in OF_COMMANDS)]
-
-
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What ends the agent: the second one cuts the workers' grace short."""
 

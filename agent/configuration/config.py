@@ -73,77 +73,61 @@ LOG_DIR: Option[Path | None] = LOGS.option(
     "log-dir",
     PATH,
     "also write workers' output into files below DIR; /dev/null: no files (default: console only)",
-    metavar="DIR",
-    torchrun="log-dir",
 )
 _STREAMS = Parser(
-    "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or that by local rank, like 0:3,1:2", read_streams
+    "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or that by local rank, like 0:3,1:2",
+    read_streams,
+    metavar="STREAMS",
 )
 REDIRECTS: Option[Streams | None] = LOGS.option(
     "redirects",
     _STREAMS,
-    "these streams go to files and not to the console, of all workers or by local rank; with it or --tee no other"
-    " streams have files. Without --log-dir they are in a folder of this user's in the temporary directory; the log"
-    " says where (default: all streams go to the console and, with --log-dir, to files)",
-    metavar="STREAMS",
+    "streams of workers that go to files and not to the console, without --log-dir in the temporary directory"
+    " (default: all go to the console, and to the files of --log-dir)",
     short="-r",
-    torchrun="redirects",
 )
 TEE: Option[Streams | None] = LOGS.option(
     "tee",
     _STREAMS,
-    "these streams go to files and to the console, whatever --redirects says of them",
-    metavar="STREAMS",
+    "streams that go to files and to the console, whatever --redirects says of them",
     short="-t",
-    torchrun="tee",
 )
 LOCAL_RANKS_FILTER: Option[tuple[int, ...] | None] = LOGS.option(
     "local-ranks-filter",
-    Parser("local ranks with commas between, like 0,2", read_local_ranks),
-    "only these workers of the node are on the console; files are as without it (default: all)",
-    metavar="RANKS",
-    torchrun="local-ranks-filter",
+    Parser("local ranks with commas between, like 0,2", read_local_ranks, metavar="RANKS"),
+    "only these workers of the node are on the console (default: all)",
 )
-_TEXTS = Parser("texts with commas between; two commas stand for one in a text", read_texts)
+_TEXTS = Parser("texts with commas between; two commas stand for one in a text", read_texts, metavar="TEXTS")
 STDOUT_FILTERS: Option[tuple[str, ...]] = LOGS.option(
     "duplicate-stdout-filters",
     _TEXTS,
-    "lines of stdout that hold one of these texts, and go to files and to the console, are also copied to"
-    " filtered_stdout.log, one for all workers of the node",
-    metavar="TEXTS",
+    "lines of stdout with one of these texts are also copied to filtered_stdout.log, one for all workers of the node",
     default="",
-    torchrun="duplicate-stdout-filters",
 )
 STDERR_FILTERS: Option[tuple[str, ...]] = LOGS.option(
     "duplicate-stderr-filters",
     _TEXTS,
     "the same for stderr and filtered_stderr.log",
-    metavar="TEXTS",
     default="",
-    torchrun="duplicate-stderr-filters",
 )
 PREFIX_TEMPLATE: Option[str] = LOGS.option(
     "log-line-prefix-template",
-    Parser("a text", str),
-    "how each line on the console begins, with ${role_name}, ${rank}, ${local_rank}, ${hostname}, ${node} (its name,"
-    " see --node-id) and ${generation}",
-    metavar="TEXT",
+    Parser("a text", str, metavar="TEXT"),
+    "how each line on the console begins; ${role_name}, ${rank}, ${local_rank}, ${hostname} and ${generation}, too",
     default="[${node}/${rank}] ",
-    torchrun="log-line-prefix-template",
 )
 LOG_LEVEL: Option[int] = LOGS.option(
     "log-level",
-    Parser("debug, info, warning, error or critical, in any case, or a number", read_log_level),
-    "the agent's own lines on stderr, from this level on; also in the variable LOGLEVEL, as torchrun has it. Output of"
-    " workers is not concerned",
-    metavar="LEVEL",
+    Parser(
+        "debug, info, warning, error or critical, in any case, or a number", read_log_level, metavar="LEVEL"
+    ),
+    "which lines of the agent's own are on stderr; also as LOGLEVEL, torchrun's variable",
     default="info",
 )
 LOG_FORMAT: Option[LogFormat] = LOGS.option(
     "log-format",
     one_of(LogFormat),
-    "the agent's own lines: for people, or each as one JSON object (time, level, logger, message, node, generation)",
-    metavar="FORMAT",
+    "the agent's own lines: text, or each as one JSON object",
     default="text",
 )
 
@@ -183,37 +167,26 @@ RUNNING = Group("What to run")
 SCRIPT: Option[str | None] = RUNNING.option(
     "script",
     TEXT,
-    "Python script every worker runs; on the command line the first word that is no option, all words"
-    " after it are the script's own",
-    metavar="PATH",
+    "Python script every worker runs: on the command line the first word that is no option; all after it is its own",
     sources=Source.ENV | Source.FILE,
 )
 MODULE: Option[str | None] = RUNNING.option(
-    "module",
-    TEXT,
-    "run a module, as python -m does; all words after it are the module's own",
-    metavar="NAME",
-    short="-m",
+    "module", TEXT, "run a module, as python -m does; all after it is its own", short="-m"
 )
 NO_PYTHON: Option[str | None] = RUNNING.option(
-    "no-python",
-    TEXT,
-    "run a program without Python; all words after it are the program's own",
-    metavar="PROGRAM",
+    "no-python", TEXT, "run a program without Python; all after it is its own"
 )
 ARGS: Option[tuple[str, ...]] = RUNNING.option(
     "args",
     Parser("words as a shell would split them", lambda text: tuple(shlex.split(text))),
     "arguments of the script, module or program; in the file a list of texts",
-    metavar="WORDS",
     default="",
     sources=Source.ENV | Source.FILE,
 )
 RUN_PATH = RUNNING.flag(
     "run-path",
-    "run the script by runpy.run_path, after an import of torch: Python looks first in the current folder, and not in"
-    " the script's, and any error of the script is in its error file",
-    torchrun="run-path",
+    "run the script by runpy.run_path, with torchrun's record: Python looks first in the current folder, not in the"
+    " script's",
 )
 
 NODES = Group("Nodes and workers")
@@ -229,112 +202,94 @@ MAX_NODES: Option[int | None] = NODES.option(
 NODES_MULTIPLE_OF: Option[int] = NODES.option(
     "nodes-multiple-of",
     whole_number(1, MOST_NODES, "nodes"),
-    "the number of nodes that train together is always a multiple of N, as a device mesh needs it; the nodes beyond it"
-    " stand by. Then --min-nodes is N where it is not given",
+    "only a multiple of N nodes trains, as a device mesh needs it; others stand by. Also the default of --min-nodes",
     default="1",
     conf=("nodes_multiple_of",),
 )
 NNODES: Option[NodeCounts] = NODES.option(
     "nnodes",
-    Parser(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
+    Parser(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts, metavar="MIN:MAX"),
     "short for --min-nodes MIN --max-nodes MAX; one number is both",
-    metavar="MIN:MAX",
-    torchrun="nnodes",
     shorthand=True,
 )
 NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
     "nproc-per-node",
-    Parser(f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count),
-    "workers on this node: a number, gpu (one per GPU), cpu (one per CPU core), auto (gpu if there is"
-    " one, else cpu)",
-    metavar="N",
+    Parser(
+        f"a number of workers from 1 to {MOST_WORKERS}, or auto, gpu, cpu", read_worker_count, metavar="N"
+    ),
+    "workers on this node: a number, gpu (one per GPU), cpu (one per core), auto (gpu if there is one, else cpu)",
     default="1",
-    torchrun="nproc-per-node",
 )
 VIRTUAL_LOCAL_RANK = NODES.flag(
     "virtual-local-rank",
-    "each worker sees only its own devices, with LOCAL_RANK 0; without it all devices, of which LOCAL_RANK selects",
-    torchrun="virtual-local-rank",
+    "each worker sees only its own devices, with LOCAL_RANK 0; else all, and LOCAL_RANK selects",
 )
 DEVICES_PER_WORKER: Option[int] = NODES.option(
     "devices-per-worker",
     whole_number(0, MOST_WORKERS, "devices"),
-    "each worker has N devices, for a model that is spread over them: cuda:(LOCAL_RANK * N) and the next ones."
-    " --nproc-per-node gpu is then one worker for N GPUs. 0: devices are left alone, for workers that share them",
+    "each worker has N devices, from cuda:(LOCAL_RANK * N) on; 0: devices are left alone, for workers that share them",
     default="1",
 )
 ROLE: Option[str] = NODES.option(
     "role",
     ROLE_NAME,
-    "ROLE_NAME of this node's workers: ROLE_RANK and ROLE_WORLD_SIZE count those of all nodes with the same one",
-    metavar="NAME",
+    "ROLE_NAME of this node's workers; ROLE_RANK and ROLE_WORLD_SIZE count those of the same name",
     default="default",
-    torchrun="role",
 )
 AFFINITY: Option[Affinity] = NODES.option(
     "affinity",
-    Parser("none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity),
-    "numa: each worker keeps to the CPUs next to its device, without devices to those of a NUMA node; cores: workers"
-    " divide these cores among them, whole ones; none: nothing is set. With the first two OMP_NUM_THREADS follows",
-    metavar="HOW",
+    Parser(
+        "none, numa or cores, or torchrun's node (numa) and exclusive (cores)", read_affinity, metavar="HOW"
+    ),
+    "pin workers, and set OMP_NUM_THREADS: numa to the CPUs next to their device, cores to whole cores of these each",
     default="none",
     torchrun="numa-binding",
 )
 PRELOAD: Option[tuple[str, ...]] = NODES.option(
     "preload",
-    Parser("names of modules with commas between, default among them or alone, or none", read_preload),
-    "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
-    " and what DistributedDataParallel imports when it is first used;"
-    " none: each worker imports all by itself, as under torchrun",
-    metavar="NAMES",
+    Parser(
+        "names of modules with commas between, default among them or alone, or none",
+        read_preload,
+        metavar="NAMES",
+    ),
+    "a process imports these in advance, and workers are forked from it in milliseconds; default: torch and what DDP"
+    " imports; none: each worker imports for itself, as under torchrun",
     default="default",
 )
 NODE_ID: Option[str | None] = NODES.option(
-    "node-id",
-    IDENTIFIER,
-    "this node's name in logs and metrics; two agents of one job may not share it (default: a new,"
-    " unique one)",
-    metavar="NAME",
+    "node-id", IDENTIFIER, "this node's name, its own in the job (default: a new, unique one)"
 )
 
 CHECK: Option[CheckMode] = NODES.option(
     "check",
     one_of(CheckMode),
-    "what checks of this node before it joins are for (GPUs, shared memory, directories, limits, names, interface):"
-    " warn says in the log, metrics and status what is wrong; fail does not join meanwhile, and checks again until"
+    "checks of this node before it joins: warn says what is wrong; fail does not join meanwhile, and checks again until"
     " --join-timeout is over",
-    metavar="fail|warn|off",
     default="warn",
 )
 
 NETWORK = Group("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
-    Parser("an IP address, or the name of an interface or host", read_host),
-    "where other nodes reach this one: an address, a host name, or an interface, for the store, the workers, NCCL and"
-    " gloo; may differ from node to node (default: the interface that leads to the rendezvous, never a container"
-    " bridge)",
-    metavar="HOST|INTERFACE",
-    torchrun="local-addr",
+    Parser("an IP address, or the name of an interface or host", read_host, metavar="HOST"),
+    "where other nodes reach this one, for the store, NCCL and gloo (default: the interface that leads to the"
+    " rendezvous, never a container's bridge)",
 )
 PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
-    Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
-    "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
-    " a port), for other nodes' copies of sharded state, for states that they hand over when they leave and, without an"
-    " endpoint, for the store (default: any free port)",
-    metavar="FIRST-LAST",
+    Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range, metavar="FIRST-LAST"),
+    "ports on which agent and workers may listen, where no other option names one (default: any free port)",
 )
 HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
     "http-address",
     LISTEN_ADDRESS,
-    "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
-    " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
+    "metrics and health probes (default: a free port at this node's address, which other nodes probe; at 127.0.0.1"
+    " where none can join; the log says which)",
 )
 
 ITSELF = Group("Configuration")
 CONFIG_FILE: Option[str | None] = ITSELF.option(
-    "config", TEXT, "read settings from FILE.toml first", metavar="FILE.toml", sources=Source.CLI | Source.ENV
+    "config", TEXT, "read settings from FILE.toml first", sources=Source.CLI | Source.ENV
 )
 CHECK_CONFIG = ITSELF.flag(
     "check-config",
@@ -345,8 +300,6 @@ PRINT_COMPLETION: Option[str | None] = ITSELF.option(
     "print-completion",
     one_of(Shell),
     "print what this shell needs to complete the command's options",
-    metavar="SHELL",
-    torchrun="print-completion",
     sources=Source.CLI,
 )
 VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
@@ -363,10 +316,8 @@ _SPELT = ", ".join(
 )
 RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
     "rdzv-conf",
-    Parser("KEY=VALUE,KEY=VALUE", read_conf),
+    Parser("KEY=VALUE,KEY=VALUE", read_conf, metavar="K=V,..."),
     f"torchrun's spelling of {_SPELT}; may be repeated, torchrun's other keys are ignored with a warning",
-    metavar="K=V,...",
-    torchrun="rdzv-conf",
     shorthand=True,
 )
 """Here, because it stands for options of several groups."""

@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
-    "away": "leave it out: exclude takes any name, and names the nodes that are there",
+    "away": "of exclude: leave it out, it takes any name, and names the nodes that are there",
     "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "cool-down": "leave it out: an excluded node checks itself after 1 minute, and then after twice the time",
     "device-pinning": "for mask write --virtual-local-rank, for none --devices-per-worker 0",
@@ -106,7 +106,7 @@ REMOVED = {
     "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
     "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
     "otlp-endpoint": "leave it out: recoveries are events, of elastic-agent events --json",
-    "picture": "leave it out: elastic_agent_lost_time_seconds_total over time shows it",
+    "picture": "of report: leave it out, elastic_agent_lost_time_seconds_total over time shows it",
     "process-group-timeout": "give init_process_group its timeout=; by default it is twice --hang-timeout",
     "quiet": "write --log-level warning",
     "rank": "of logs: write elastic-agent logs JOB | grep '/N\\]'",
@@ -331,9 +331,9 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
     """
     settings = Settings()
     theirs = VARIABLES | {
-        _variable(TORCHRUN_ENV_PREFIX, option.torchrun): option
+        _variable(TORCHRUN_ENV_PREFIX, option.torchruns): option
         for option in _SHORTHANDS_FIRST
-        if option.torchrun
+        if option.torchruns
     }
     for name, option in theirs.items():
         if environ.get(name):

@@ -51,7 +51,7 @@ class Parser(Generic[T_co]):
     """Reads one text. `parse` raises `ValueError` for a text that it refuses; the error's own text is advice, or empty.
 
     `shown` is how a text may appear in messages, whether it was refused or not: without the secrets in it. `metavar`
-    stands for it in `--help`, unless the option has a word of its own.
+    stands for it in `--help`.
     """
 
     expects: str
@@ -109,7 +109,7 @@ def _read_size(text: str) -> int:
     return int(size)
 
 
-SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
+SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size, metavar="SIZE")
 
 
 def read_text(text: str) -> str:
@@ -154,7 +154,7 @@ def one_of(literal: Any) -> Parser[Any]:
             raise ValueError
         return text
 
-    return Parser(in_words(get_args(literal)), parse)
+    return Parser(in_words(get_args(literal)), parse, metavar="|".join(get_args(literal)))
 
 
 _TORCHRUNS_AFFINITY = {"node": "numa", "exclusive": "cores"}
@@ -357,21 +357,28 @@ def read_conf(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((key.strip().replace("-", "_"), value.strip()) for key, _, value in pairs)
 
 
-TEXT = Parser("a text that is not empty", read_text)
-IDENTIFIER = Parser("1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"))
-ROLE_NAME = Parser('1 to 64 printable ASCII characters but no " and \\', _matching(r"[ !#-\[\]-~]{1,64}"))
-PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)))
+TEXT = Parser("a text that is not empty", read_text, metavar="TEXT")
+IDENTIFIER = Parser(
+    "1 to 64 characters of A-Z a-z 0-9 . _ -", _matching(r"[A-Za-z0-9._-]{1,64}"), metavar="NAME"
+)
+ROLE_NAME = Parser(
+    '1 to 64 printable ASCII characters but no " and \\', _matching(r"[ !#-\[\]-~]{1,64}"), metavar="NAME"
+)
+PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)), metavar="PATH")
 STORE_ADDRESS = Parser(
     "HOST[:PORT], etcd://HOST:PORT,.../PREFIX or local:///FOLDER",
     _read_store_address,
     _without_credentials,
+    "HOST[:PORT],...",
 )
 LISTEN_ADDRESS = Parser(
     "an IP address or address:port, port 0 to 65535 (default 0)",
     _read_listen_address,
     metavar="ADDRESS[:PORT]",
 )
-USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
+USER = Parser(
+    "1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"), metavar="NAME"
+)
 YES_OR_NO = Parser("true or false", _yes_or_no)
 
 
@@ -384,6 +391,24 @@ class Source(Flag):
     ALL = 7
 
 
+TORCHRUNS = frozenset(
+    (
+        *("nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "standalone"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "role", "run-path"),
+        *(
+            "log-dir",
+            "redirects",
+            "tee",
+            "local-ranks-filter",
+            "log-line-prefix-template",
+            "print-completion",
+        ),
+        *("duplicate-stdout-filters", "duplicate-stderr-filters", "signals-to-handle", "virtual-local-rank"),
+    )
+)
+"""Options that have the same name under torchrun."""
+
+
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T_co]):
     """One row of the table. `default` is a text for `parser`; `help` explains None."""
@@ -391,10 +416,9 @@ class Option(Generic[T_co]):
     name: str
     parser: Parser[T_co]
     help: str
-    metavar: str = ""  # else the parser's
     default: str | None = None
     short: str = ""  # "-m"
-    torchrun: str = ""  # torchrun's name for the same thing
+    torchrun: str = ""  # torchrun's name for the same thing, where it is another one
     flag: bool = False  # on the command line it stands alone and means true
     shorthand: bool = False
     conf: tuple[str, ...] = ()  # keys of torchrun's --rdzv-conf, the one to recommend first
@@ -402,7 +426,12 @@ class Option(Generic[T_co]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,) if self.torchrun in ("", self.name) else (self.name, self.torchrun)
+        return (self.name, self.torchrun) if self.torchrun else (self.name,)
+
+    @property
+    def torchruns(self) -> str:
+        """Its name under torchrun; empty: it has none there."""
+        return self.torchrun or (self.name if self.name in TORCHRUNS else "")
 
     @property
     def default_value(self) -> T_co | None:
@@ -419,8 +448,7 @@ class Option(Generic[T_co]):
         body = textwrap.fill(
             self.help + shown, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False
         )
-        metavar = "" if self.flag and not self.metavar else self.metavar or self.parser.metavar
-        return f"  {names} {metavar}".rstrip() + "\n" + body
+        return f"  {names} {self.parser.metavar}".rstrip() + "\n" + body
 
 
 class Group(list[Option[object]]):

@@ -35,68 +35,51 @@ STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
 MEETING = Group("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(
     "rdzv-backend",
-    Parser(in_words(STORES), read_backend),
+    Parser(in_words(STORES), read_backend, metavar="STORE"),
     f"{'; '.join(kind.described for kind in STORES.values())} (default: what the endpoint's URL says; {ALONE} with one"
     f" node and no endpoint; else {DEFAULT})",
-    metavar="STORE",
-    torchrun="rdzv-backend",
 )
 ENDPOINT: Option[StoreAddress | None] = MEETING.option(
     "rdzv-endpoint",
     STORE_ADDRESS,
     f"the store, the same on all nodes. {'. '.join(f'{kind}: {kind.place}' for kind in STORES.values() if kind.place)}",
-    metavar="HOST[:PORT],...",
-    torchrun="rdzv-endpoint",
 )
 MASTER_ADDR: Option[str | None] = MEETING.option(
     "master-addr",
-    Parser("a host name or an IP address, without port", read_host),
-    "torchrun's static rendezvous: with --nnodes above 1 and no --rdzv-endpoint, the c10d store is at this host and"
-    " --master-port (default there: 127.0.0.1). The workers' own MASTER_ADDR is chosen anew in every generation",
-    metavar="HOST",
-    torchrun="master-addr",
+    Parser("a host name or an IP address, without port", read_host, metavar="HOST"),
+    "torchrun's static rendezvous: without --rdzv-endpoint the c10d store of several nodes is at this host (default"
+    " there: 127.0.0.1). MASTER_ADDR of the workers is chosen anew in every generation",
 )
 MASTER_PORT: Option[int | None] = MEETING.option(
     "master-port",
     whole_number(1, 65535),
-    f"the port of the store at --master-addr (default there: {STATIC_PORT}); the workers' own MASTER_PORT is chosen"
-    " anew in every generation",
-    metavar="PORT",
-    torchrun="master-port",
+    f"the port of the store at --master-addr (default there: {STATIC_PORT})",
 )
 NODE_RANK: Option[int | None] = MEETING.option(
     "node-rank",
     whole_number(0, MOST_NODES - 1),
-    "among nodes that join together, those with lower numbers get the lower ranks; two may have the same one",
-    metavar="N",
-    torchrun="node-rank",
+    "of nodes that join together, those with lower numbers get the lower ranks",
 )
 JOB_ID: Option[str | None] = MEETING.option(
     "rdzv-id",
-    Parser(f"{IDENTIFIER.expects}, or none", read_job_id),
-    "the job's name, the same on all nodes; required with etcd, which serves many jobs (default, also none:"
-    " 'default' with a c10d endpoint, which belongs to one job; a new, unique one if this agent starts the store)",
-    metavar="ID",
-    torchrun="rdzv-id",
+    Parser(f"{IDENTIFIER.expects}, or none", read_job_id, metavar="ID"),
+    "the job's name, the same on all nodes; required with etcd (default, also none: 'default' with a c10d endpoint,"
+    " which belongs to one job; a new one if this agent starts the store)",
 )
 STANDALONE = MEETING.flag(
     "standalone",
-    "this node alone, whatever is said of nodes and rendezvous: one node, memory store",
-    torchrun="standalone",
+    "one node and a memory store, whatever else is said of nodes and rendezvous",
 )
 SLURM = MEETING.flag(
     "slurm",
-    "srun has started one agent on each node of a job of Slurm: endpoint, job id, --min-nodes and --max-nodes,"
-    " --node-rank, workers per node (its GPUs, else tasks), and --stop-grace follow from Slurm's environment"
-    " where they are not given; the node leaves before the job's end, and a leave after a warning (SIGUSR1, SIGUSR2)"
-    " ends with exit code 80",
+    "srun has started one agent on each node: endpoint, job id, nodes, workers and --stop-grace follow from Slurm's"
+    " environment where they are not given; the node leaves before the job's end, and ends with 80 after SIGUSR1 or"
+    " SIGUSR2",
 )
 POOL: Option[str | None] = MEETING.option(
     "pool",
     IDENTIFIER,
-    "with nothing to run: the pool that this node offers itself to (default: pool). With something to run: the job"
-    " meets in the store of this pool",
-    metavar="NAME",
+    "with nothing to run: the pool of this node (default: pool); else the job meets in the store of this pool",
 )
 JOIN_TIMEOUT: Option[float] = MEETING.option(
     "join-timeout",
@@ -124,47 +107,40 @@ ETCD_OPTIONS = Group("Rendezvous through etcd")
 ETCD_CA: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-ca",
     PATH,
-    "speak TLS, with a server whose certificate one of the authorities in this PEM file has signed",
-    metavar="FILE",
+    "speak TLS, with a server whose certificate an authority in this PEM file has signed",
     conf=("ca", "cacert", "ca_cert"),
 )
 ETCD_CERT: Option[Path | None] = ETCD_OPTIONS.option(
-    "etcd-cert", PATH, "mutual TLS: this node's certificate (PEM)", metavar="FILE", conf=("cert", "ssl_cert")
+    "etcd-cert", PATH, "mutual TLS: this node's certificate (PEM)", conf=("cert", "ssl_cert")
 )
 ETCD_KEY: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-key",
     PATH,
-    "mutual TLS: this node's key (PEM), which neither group nor others may read; a file of root's may"
-    " be lent to a group",
-    metavar="FILE",
+    "mutual TLS: this node's key (PEM), of mode 600; a file of root's may be lent to a group",
     conf=("key", "ssl_cert_key"),
 )
 ETCD_USER: Option[str | None] = ETCD_OPTIONS.option(
     "etcd-user",
     USER,
-    "etcd's name for this job, with a password; its role needs read and write on PREFIX/JOB/ alone",
-    metavar="NAME",
+    "etcd's name for this job; its role needs read and write on PREFIX/JOB/ alone",
     conf=("user",),
 )
 ETCD_PASSWORD_FILE: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-password-file",
     PATH,
-    "holds the password, as private as the key; read anew at every authentication, one newline at its end"
-    " does not count",
-    metavar="FILE",
+    "holds the password, as private as the key; read anew at every authentication",
     conf=("password_file",),
 )
 ETCD_INSECURE = ETCD_OPTIONS.flag(
     "etcd-insecure",
-    "allow plain text, passwords included, to a store that is not on this machine's loopback; of a pool also to a c10d"
-    " store, which has no TLS",
+    "allow plain text to a store that is not on this machine's loopback, of a pool also to a c10d store",
     conf=("insecure",),
 )
 STORE_OUTAGE_GRACE: Option[float] = ETCD_OPTIONS.option(
     "store-outage-grace",
     duration(0.0),
-    "how long a job may go on without the store after its leases can no longer be proved, while all its nodes"
-    " still reach each other by HTTP; 0 is off; the same on all nodes, else exit code 65",
+    "so long a job goes on after its leases can no longer be proved, while all its nodes reach each other by HTTP;"
+    " 0 is off; the same on all nodes, else exit code 65",
     default="60s",
 )
 

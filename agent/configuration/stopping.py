@@ -30,59 +30,47 @@ from .values import NoticeSource
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
     "max-restarts",
-    Parser("a whole number of restarts from 0 to 1000000, or auto", read_restarts),
-    "restarts after worker failures, counted over all nodes; planned changes are free (auto: no limit"
-    " while generations make progress, 3 in a row without)",
-    metavar="N",
+    Parser("a whole number of restarts from 0 to 1000000, or auto", read_restarts, metavar="N"),
+    "restarts after failures of workers on all nodes (auto: no limit with progress, 3 in a row without)",
     default="auto",
-    torchrun="max-restarts",
 )
 STOP_GRACE: Option[float] = STOPPING.option(
     "stop-grace",
     duration(0.0),
-    "planned stop: from its beginning to SIGKILL; workers that call elastic_agent.worker.step have two thirds of it to"
-    " come to a common last step, keep it and end by themselves, then SIGTERM and the rest; 0 kills at once. Choose it"
-    " longer than the longest step",
+    "planned stop: from its beginning to SIGKILL, longer than the longest step. Workers that call step() have two"
+    " thirds of it to end by themselves after a common last step, then SIGTERM; 0 kills at once",
     default="30s",
     torchrun="shutdown-timeout",
 )
 MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
     "memory-checkpoints",
     SIZE,
-    "memory in /dev/shm for the newest states of all Checkpointers here, two copies of each; off: checkpoints are only"
-    " on disk, and training waits for it (default: half of /dev/shm)",
-    metavar="SIZE",
+    "memory in /dev/shm for the newest states, two copies of each; off: checkpoints are only on disk, and training"
+    " waits for it (default: half of /dev/shm)",
 )
 MEMORY_REPLICAS: Option[int] = STOPPING.option(
     "memory-replicas",
     whole_number(0, MOST_REPLICAS, "nodes"),
-    "sharded state: so many other nodes keep copies of this node's newest shards in their memory, two of each;"
-    " --memory-checkpoints of each node is for (2 + 2N) x its shards. No more than other nodes may join. 0: a node that"
-    " is lost takes its shards with it",
+    "so many other nodes keep this node's newest shards in their memory: each needs (2 + 2N) x its shards. 0: a node"
+    " that is lost takes its shards with it",
     default="1",
 )
 SIGNALS_TO_HANDLE: Option[tuple[signal.Signals, ...]] = STOPPING.option(
     "signals-to-handle",
     Parser(
-        "names of signals with commas between, like SIGTERM,SIGXCPU, that a process may handle", read_signals
+        "names of signals with commas between, like SIGTERM,SIGXCPU, that a process may handle",
+        read_signals,
+        metavar="NAMES",
     ),
-    "further signals that let this node leave the job; SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 do so in"
-    " any case. Workers get SIGTERM, whichever it was, and only if they do not end by themselves",
-    metavar="NAMES",
+    "signals that let this node leave the job, besides SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2",
     default="",
-    torchrun="signals-to-handle",
 )
 
 NOTICE: Option[NoticeSource] = STOPPING.option(
     "notice",
-    Parser(
-        "auto, aws, gcp, azure, off, or file:PATH with a path from / on",
-        read_notice,
-    ),
-    "who says that this machine goes away, as spot machines do: then the node leaves by plan, within the time there is."
-    " auto: the metadata server of the cloud that the firmware names (aws, gcp or azure), none elsewhere."
-    " A file that is there is a notice; its contents are seconds or an instant (RFC 3339), else 30 s",
-    metavar="SOURCE",
+    Parser("auto, aws, gcp, azure, off, or file:PATH with a path from / on", read_notice, metavar="SOURCE"),
+    "who says that this machine goes away: then the node leaves in time. auto: the metadata server of the cloud that"
+    " the firmware names. A file that is there is a notice, of the seconds or instant (RFC 3339) in it, else 30 s",
     default="auto",
 )
 
@@ -92,12 +80,11 @@ HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     Parser(
         "a duration from 1 s to 168 h, in seconds or like 500ms, 30s, 5m; auto, or off",
         read_hang_timeout,
+        metavar="DURATION",
     ),
-    "workers that make no progress for that long have failed: no step or checkpoint where they report steps"
-    " (elastic_agent.worker.step), else no output, processor time or bytes. A duration must be longer than the longest"
-    " step, evaluation and save. auto: 5 times what is usual, at least 30 s, once a rank is found that keeps the others"
-    " waiting",
-    metavar="DURATION",
+    "workers without progress for that long have failed: no step or save where they report steps, else no output,"
+    " processor time or bytes; longer than the longest step, evaluation and save. auto: 5 times what is usual, at least"
+    " 30 s, once a rank is found that keeps the others waiting",
     default="auto",
 )
 

@@ -70,8 +70,9 @@ def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_names_every_option_with_its_default(started: list[Config]) -> None:
+def test_help_names_every_exit_code_and_every_option_with_its_default(started: list[Config]) -> None:
     text = help_text()
+    assert all(f"{int(code):>5}  {code.meaning}" in text for code in ExitCode)
     for option in OPTIONS:
         if Source.CLI in option.sources:
             assert f"--{option.name}" in text

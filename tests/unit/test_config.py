@@ -608,15 +608,15 @@ def test_what_an_agent_gives_its_workers_is_no_setting(script: str) -> None:
     assert parse([script], dict.fromkeys(WORKER_VARIABLES, "7")).command.target == script
 
 
-TORCHRUN_VARIABLES = [option for option in OPTIONS if option.torchrun and option.name in LANDINGS]
+TORCHRUN_VARIABLES = [option for option in OPTIONS if option.torchruns and option.name in LANDINGS]
 
 
-@pytest.mark.parametrize("option", TORCHRUN_VARIABLES, ids=lambda option: option.torchrun)
+@pytest.mark.parametrize("option", TORCHRUN_VARIABLES, ids=lambda option: option.torchruns)
 def test_torchruns_names_and_variables_are_read(option: Option[object], script: str) -> None:
     text, landing, expected = LANDINGS[option.name]
-    variable = f"PET_{option.torchrun.upper().replace('-', '_')}"
+    variable = f"PET_{option.torchruns.upper().replace('-', '_')}"
     assert attrgetter(landing)(parse([script], {variable: text})) == expected
-    assert attrgetter(landing)(parse([f"--{option.torchrun}={text}", script], {})) == expected
+    assert attrgetter(landing)(parse([f"--{option.torchruns}={text}", script], {})) == expected
 
 
 @pytest.mark.parametrize("name", IGNORED_TORCHRUN_OPTIONS)

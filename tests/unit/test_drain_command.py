@@ -9,7 +9,7 @@ import pytest
 
 from elastic_agent.agent.commands import command, control
 from elastic_agent.agent.commands.control import JobStore, drain
-from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
@@ -193,10 +193,3 @@ def test_words_that_cannot_be_meant_are_problems(
     monkeypatch.setattr(control, "stores_here", lambda *_: ())
     assert drain(words) == ExitCode.BAD_CONFIG
     assert text in capsys.readouterr().err
-
-
-def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert drain(["--help"]) == 0
-    told = capsys.readouterr().out
-    for code in OF_COMMANDS:
-        assert f"{int(code):>3}  {code.meaning}" in told

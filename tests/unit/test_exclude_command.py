@@ -8,7 +8,7 @@ import pytest
 
 from elastic_agent.agent.commands import control
 from elastic_agent.agent.commands.control import JobStore, read_reason
-from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -218,14 +218,6 @@ def test_a_reason_is_a_short_text(text: str) -> None:
     with pytest.raises(ValueError, match="empty or too long"):
         read_reason(text)
     assert read_reason(" a fan\nis \x1b[31mloud ") == "a fan is loud"
-
-
-def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (control.exclude, control.readmit):
-        assert command(["--help"]) == 0
-        told = capsys.readouterr().out
-        for code in OF_COMMANDS:
-            assert f"{int(code):>3}  {code.meaning}" in told
 
 
 def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
