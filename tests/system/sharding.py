@@ -18,14 +18,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -57,7 +57,7 @@ class Training:
         self.inputs = RANK
         """Ranks that have the same number here see the same inputs."""
         self.optimizer: Any = None
-        {"fsdp": self._fsdp, "hsdp": self._hsdp, "fsdp-tp": self._fsdp_tp, "zero": self._zero}[kind]()
+        {"fsdp": self._fsdp, "hsdp": self._hsdp, "fsdp-tp": self._fsdp_tp, "fsdp1": self._fsdp1}[kind]()
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=False)
         self.meta = {"done": 0}
@@ -82,15 +82,20 @@ class Training:
         fully_shard(self.model, mesh=both["shard"])
         self.inputs = both.get_local_rank("shard")
 
-    def _zero(self) -> None:
-        self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.AdamW, lr=0.01)
+    def _fsdp1(self) -> None:
+        self.model = FullyShardedDataParallel(
+            self.model,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+            device_mesh=mesh(dp=None, shard="auto"),
+        )
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         drawn = torch.Generator().manual_seed(1000 * self.done + self.inputs)
         self.model(torch.randn(4, 7, generator=drawn)).square().mean().backward()
         for weight in self.model.parameters():
-            if not isinstance(weight, DTensor):
+            if not isinstance(weight, DTensor) and self.kind != "fsdp1":
                 dist.all_reduce(weight.grad)
         self.optimizer.step()
         self.meta["done"] += 1
@@ -111,20 +116,27 @@ class Training:
 
     def _whole(self) -> str:
         whole = hashlib.sha256(json.dumps(self.meta).encode())
-        is_zero = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        held = (self.optimizer.optim if is_zero else self.optimizer).state
-        of_optimizer = torch.zeros(len(list(self.model.parameters())), 32, dtype=torch.uint8)
-        for number, weight in enumerate(self.model.parameters()):
+        if self.kind == "fsdp1":
+            if not self.done:
+                return whole.hexdigest()
+            for state in get_state_dict(self.model, self.optimizer):
+                for _, tensor in _tensors_in(state):
+                    whole.update(_bytes(tensor))
+            return whole.hexdigest()
+        held = self.optimizer.state
+        for weight in self.model.parameters():
             whole.update(_bytes(weight))
-            found = b"".join(_bytes(held[weight][name]) for name in sorted(held.get(weight, ())))
-            if found:
-                of_optimizer[number] = torch.tensor(list(hashlib.sha256(found).digest()))
-        if is_zero:
-            dist.all_reduce(
-                of_optimizer, dist.ReduceOp.MAX
-            )  # only the rank that keeps a parameter's has them
-        whole.update(_bytes(of_optimizer))
+            for name in sorted(held.get(weight, ())):
+                whole.update(_bytes(held[weight][name]))
         return whole.hexdigest()
+
+
+def _tensors_in(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in sorted(state.items()) if isinstance(state, dict) else ():
+        if isinstance(value, torch.Tensor):
+            yield key, value
+        else:
+            yield from _tensors_in(value)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -17,7 +17,7 @@ from tests.etcd_servers import etcd_is_installed
 from .harness import Agent, Generation, Job
 
 SCRIPT = Path(__file__).with_name("sharding.py")
-KINDS = ("fsdp", "hsdp", "fsdp-tp", "zero")
+KINDS = ("fsdp", "hsdp", "fsdp-tp", "fsdp1")
 SEED = 15
 
 PRELOADED = (

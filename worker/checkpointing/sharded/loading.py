@@ -129,13 +129,15 @@ class ShardLoading(StateLoader):
 
     def _take(self, group: Group, source: ShardSource) -> bool:
         """Bring the chosen state here and apply it. False, on all ranks: it cannot be read, choose another."""
+        step = source.what.step
+        together(group, self._contents.parts.begin_load, f"step {step} cannot be loaded")
         with contextlib.ExitStack() as stack:
             prepared, error = self._read(group, source, stack)
             if self._leave_out(group, source, error):
                 return False
             raise_together(group, error)
             assert prepared is not None
-            together(group, prepared.apply, f"step {source.what.step} cannot be loaded")
+            together(group, prepared.apply, f"step {step} cannot be loaded")
             if not self._read_only:
                 self._restore_random_state(group, source, prepared)
             if self._memory is not None and not isinstance(source.what, Manifest):

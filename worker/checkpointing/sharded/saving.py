@@ -37,7 +37,7 @@ from ...wire.environment import WorkerEnv
 from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
-from .contents import LaidOut, ShardContents
+from .contents import ShardContents
 from .directory_check import DirectoryCheck
 from .loaded_write import LoadedWrite
 from .meeting import Brought, Met, meet
@@ -163,9 +163,7 @@ class ShardSaving(SaveOutcomes):
 
         Raises on all ranks what any of them has against it.
         """
-        laid_out = LaidOut(None, None)
-        if refusal is None:
-            laid_out = self._contents.lay_out(step, group, common=self._keeps_common, compare=compare)
+        laid_out = self._contents.lay_out(step, group, common=self._keeps_common, compare=compare)
         layout = laid_out.layout
         brought = self._brought(step, layout, laid_out.common)
         if saves:

@@ -14,7 +14,7 @@ import torch
 
 from ..kinds import is_dtensor
 from .leaves import Path, key_of, refuse_twice
-from .pieces import Cut, Held, Run, Sizes, cut_out, is_common, placed
+from .pieces import Cut, Sizes, cut_out, is_common, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,13 @@ class _Expected:
 
     kind: type
     spec: Any
-    """Of a DTensor; of a run itself."""
+    """Of a DTensor."""
     dtype: torch.dtype
     local: torch.Size
     cuts: tuple[Cut | None, ...]
     """Of its boxes; none where it has the tensor of another one."""
     tie: int
     """The first tensor that is the same; its own number where it is that."""
-    views: tuple[torch.Tensor, ...] = ()
-    """The boxes of a run."""
 
 
 class FormCache:
@@ -88,7 +86,7 @@ class FormCache:
         """None: some tensor's form cannot be seen at a glance."""
 
     def take(
-        self, paths: Sequence[Path], tensors: Sequence[Held], world_size: int, *, shared: bool
+        self, paths: Sequence[Path], tensors: Sequence[torch.Tensor], world_size: int, *, shared: bool
     ) -> tuple[Form, list[torch.Tensor]]:
         """The form, and its sources. `shared`: all ranks have the same of what is not spread.
 
@@ -105,7 +103,7 @@ class FormCache:
         self._paths, self._flags = paths, flags
         return self._learn(tensors, world_size, shared)
 
-    def _at_a_glance(self, tensors: Sequence[Held]) -> list[torch.Tensor] | None:
+    def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         if self._expected is None or len(tensors) != len(self._expected):
             return None
         sources: list[torch.Tensor] = []
@@ -118,11 +116,6 @@ class FormCache:
                 if tensor is not tensors[expected.tie]:
                     return None
                 continue
-            if isinstance(tensor, Run):
-                if tensor is not expected.spec:
-                    return None
-                sources += expected.views
-                continue
             if expected.spec is not None:
                 if one._spec is not expected.spec and one._spec != expected.spec:
                     return None
@@ -134,7 +127,7 @@ class FormCache:
         return sources
 
     def _learn(
-        self, tensors: Sequence[Held], world_size: int, shared: bool
+        self, tensors: Sequence[torch.Tensor], world_size: int, shared: bool
     ) -> tuple[Form, list[torch.Tensor]]:
         rows: list[Row] = []
         sources: list[torch.Tensor] = []
@@ -154,10 +147,6 @@ class FormCache:
                 )
             if tie == number:
                 sources += [one.tensor for one in boxes]
-            if isinstance(tensor, Run):
-                views = tuple(one.local for one in boxes) if tie == number else ()
-                expected.append(_Expected(Run, tensor, tensor.dtype, tensor.elements.shape, (), tie, views))
-                continue
             seen: Any = tensor
             all_known = all_known and (
                 is_dtensor(tensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -7,7 +7,7 @@ module that gives anything else is asked each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import CheckpointMismatch
-from ..kinds import is_dtensor, is_tensor
+from ..kinds import is_dtensor, is_sharded_tensor, is_tensor
 from .items import FormCache, Leaf, Taken
 from .leaves import Path, key_of
-from .pieces import Held, placed, refuse
+from .pieces import placed, refuse
 from .reading import Reader, Wanted
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -104,7 +104,7 @@ def _is_alias(value: Any, own: Any) -> bool:
     """Whether a value in a state is this very parameter or buffer."""
     if is_dtensor(value) and is_dtensor(own):
         return value._spec == own._spec and _is_alias(value._local_tensor, own._local_tensor)
-    if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor) or is_sharded_tensor(value):
         return False
     return (
         not is_dtensor(value)
@@ -135,6 +135,8 @@ def is_of_torch(function: Any) -> bool:
 class ModuleState:
     """One part that is a module."""
 
+    is_collective = False
+
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name = name
         self._module = module
@@ -150,6 +152,9 @@ class ModuleState:
     def refuse(self) -> None:
         """Raises NotPlainData or Sharded."""
         self._settle()
+        self._refuse_tensors()
+
+    def _refuse_tensors(self) -> None:
         names = Names(self._module)
         for raw, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
             refuse(self._name, names.clean(raw), tensor)
@@ -184,18 +189,13 @@ class ModuleState:
 
     # ---------------------------------------------------------------- the way back
 
+    def begin_load(self) -> None:
+        """Nothing has to be done by all ranks together."""
+
     def prepare(self, reader: Reader) -> Callable[[], None]:
         """Name what is wanted; the function puts it into the module. Raises CheckpointMismatch."""
-        state, names = self._module.state_dict(), Names(self._module)
-        saved = reader.under((self._name,))
-        expected = {key_of((self._name, names.clean(raw))): raw for raw in state}
-        check_names(f"part {self._name!r}", saved, expected, has_stages=reader.has_stages)
-        wanted = {
-            raw: wanted_for(reader, key, state[raw])
-            for key, raw in expected.items()
-            if is_tensor(state[raw]) and reader.is_tensor(key)
-        }
-        values = {raw: reader.value(key) for key, raw in expected.items() if not reader.is_tensor(key)}
+        state = self._module.state_dict()
+        wanted, values = self._wanted(reader, state)
         copies = (
             not values
             and _Plan.of(self._name, self._module, state) is not None
@@ -212,6 +212,24 @@ class ModuleState:
                 self._module.load_state_dict(now)
 
         return apply
+
+    def _wanted(
+        self, reader: Reader, state: Mapping[str, Any]
+    ) -> tuple[dict[str, list[Wanted]], dict[str, Any]]:
+        """For the keys of this state what its tensors need of the copies, and the values that are no tensors.
+
+        Raises CheckpointMismatch.
+        """
+        names = Names(self._module)
+        expected = {key_of((self._name, names.clean(raw))): raw for raw in state}
+        saved = reader.under((self._name,))
+        check_names(f"part {self._name!r}", saved, expected, has_stages=reader.has_stages)
+        wanted = {
+            raw: wanted_for(reader, key, state[raw])
+            for key, raw in expected.items()
+            if is_tensor(state[raw]) and reader.is_tensor(key)
+        }
+        return wanted, {raw: reader.value(key) for key, raw in expected.items() if not reader.is_tensor(key)}
 
 
 def check_names(what: str, saved: Any, expected: Any, *, has_stages: bool = False) -> None:
@@ -233,10 +251,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def wanted_for(reader: Reader, key: str, target: Held, *, any_dtype: bool = False) -> list[Wanted]:
+def wanted_for(reader: Reader, key: str, target: torch.Tensor) -> list[Wanted]:
     """What a tensor needs of the copies, by the boxes that this rank has of it. Raises CheckpointMismatch."""
     saved = reader.shard(key)
-    other = saved.dtype != str(target.dtype).removeprefix("torch.") and not any_dtype
+    other = saved.dtype != str(target.dtype).removeprefix("torch.")
     if saved.shape != tuple(target.shape) or other:
         raise CheckpointMismatch(
             f"{key!r} was saved as {saved.dtype} of shape {saved.shape}, and is "
@@ -246,7 +264,7 @@ def wanted_for(reader: Reader, key: str, target: Held, *, any_dtype: bool = Fals
 
 
 @torch.no_grad()
-def fill(target: Held, pieces: list[Wanted]) -> None:
+def fill(target: torch.Tensor, pieces: list[Wanted]) -> None:
     """Copy what was wanted into the tensor that it was wanted for."""
     for one, piece in zip(placed(target), pieces, strict=True):
         one.tensor.copy_(piece.tensor)

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
-from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, tensors_of
+from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, is_zero, tensors_of
 from ..rank_parts import Reshard, Rules
 from ..state_dicts import Part, own_tensors, state_of, unwrapped, update
-from .flat_modules import FlatModuleState
+from .fsdp1 import Fsdp1ModuleState, Fsdp1OptimizerState, has_fsdp1, module_of
 from .items import FormCache, Items, Joined, Leaf, Taken
 from .leaves import STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
 from .modules import ModuleState
@@ -31,9 +31,14 @@ _RESERVED = (RANKS, STRUCTURE)
 
 
 class _PartState(Protocol):
+    is_collective: bool
+    """All ranks call `take`, `begin_load` and what `prepare` returns together."""
+
     def refuse(self) -> None: ...
 
     def take(self, world_size: int, *, shared: bool) -> list[Taken]: ...
+
+    def begin_load(self) -> None: ...
 
     def prepare(self, reader: Reader) -> Callable[[], None]: ...
 
@@ -77,7 +82,12 @@ class ShardedParts:
 
     def refuse(self) -> None:
         """Raises Sharded or NotPlainData, naming part and tensor, for what cannot be carried."""
-        for name in self._parts:
+        for name, part in self._parts.items():
+            if is_zero(part):
+                raise Sharded(
+                    f"part {name!r} is a ZeroRedundancyOptimizer, which torch's own state_dict functions do not carry: "
+                    "use fully_shard(), which spreads the optimizer's state over the ranks, too"
+                )
             if any(name == one or name.startswith(f"{one}.") for one in _RESERVED):
                 raise Sharded(f"a part of a sharded state cannot be called {name!r}: give it another name")
         for name in (*self._of_rank_0, *self._rules):
@@ -99,9 +109,10 @@ class ShardedParts:
         """
         if self._shared is None or self._shared[0] != world_size:
             self._shared = (world_size, self._covers(world_size))
-        taken = [
-            one for state in self._states.values() for one in state.take(world_size, shared=self._shared[1])
-        ]
+        # What one rank refuses of another part must not keep it from coming where all meet.
+        first = sorted(self._states, key=lambda name: not self._states[name].is_collective)
+        found = {name: self._states[name].take(world_size, shared=self._shared[1]) for name in first}
+        taken = [one for name in self._states for one in found[name]]
         taken.append(self._take_own(rank, own))
         form, tensors = self._joined.join(taken, common=common)
         values = [
@@ -153,6 +164,11 @@ class ShardedParts:
         return True
 
     # ---------------------------------------------------------------- giving back
+
+    def begin_load(self) -> None:
+        """All ranks, together, before `prepare`."""
+        for state in self._states.values():
+            state.begin_load()
 
     def prepare(
         self,
@@ -246,6 +262,8 @@ def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:
 class _OtherState:
     """One part that is a dict, or any object with a state of its own."""
 
+    is_collective = False
+
     def __init__(self, name: str, part: Part, modules: Iterable[torch.nn.Module]) -> None:
         self._name = name
         self._part = part
@@ -266,6 +284,9 @@ class _OtherState:
             refuse(self._name, key_of(path[1:]), tensor)
         leaves = [Leaf(*one, shared) for one in others]
         return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
+
+    def begin_load(self) -> None:
+        """Nothing has to be done by all ranks together."""
 
     def prepare(self, reader: Reader) -> Callable[[], None]:
         at = (self._name,)
@@ -302,9 +323,12 @@ def _state_of_part(
     name: str, part: Part, modules: Mapping[str, torch.nn.Module], names: ParameterNames
 ) -> _PartState:
     if name in modules:
-        has_flat = any(map(is_fsdp1, modules[name].modules()))
-        return FlatModuleState(name, modules[name]) if has_flat else ModuleState(name, modules[name])
+        kind = Fsdp1ModuleState if has_fsdp1(modules[name]) else ModuleState
+        return kind(name, modules[name])
     if isinstance(part, torch.optim.Optimizer):
+        module = module_of(part, list(modules.values()))
+        if module is not None:
+            return Fsdp1OptimizerState(name, part, names, module)
         return OptimizerState(name, part, names)
     return _OtherState(name, part, modules.values())
 

@@ -1,8 +1,8 @@
 """Where the part of a tensor that this rank has lies in the whole tensor.
 
 A part is one box or several: a dimension that is split twice, as FSDP splits what tensor parallelism has split before
-(`_StridedShard`), may leave a rank with rows that are not neighbours; and FSDP1 splits between any two elements. A part
-without elements is no box at all, unless the whole tensor has none.
+(`_StridedShard`), may leave a rank with rows that are not neighbours. A part without elements is no box at all, unless
+the whole tensor has none.
 """
 
 from __future__ import annotations
@@ -31,36 +31,6 @@ class Box:
     def numel(self) -> int:
         return numel(self.sizes)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """What this rank has of a tensor of `shape`: `elements` from number `begin` on, in the order of the rows.
-
-    `copies`: that many ranks have all of it, each; 0: it is spread over ranks.
-    """
-
-    shape: Sizes
-    begin: int
-    elements: torch.Tensor
-    copies: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.elements.dtype
-
-    def placed(self) -> list[Placed]:
-        if not numel(self.shape):
-            return [Placed(whole(self.shape), self.elements.new_empty(self.shape))]
-        found: list[Placed] = []
-        at = 0
-        for box in boxes_of_run(self.shape, self.begin, self.begin + len(self.elements)):
-            found.append(Placed(box, self.elements[at : at + box.numel].view(box.sizes)))
-            at += box.numel
-        return found
-
-
-Held = torch.Tensor | Run
-"""Of a tensor, what a rank has."""
 
 Cut = tuple[tuple[int, int], ...]
 """Which part of a local tensor a box is: begin and length, by dimension."""
@@ -101,31 +71,6 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def boxes_of_run(shape: Sizes, begin: int, end: int) -> list[Box]:
-    """Of the elements from `begin` up to `end` in the order of the rows: boxes in that order, too."""
-    if begin >= end:
-        return []
-    if not shape:
-        return [Box((), ())]
-    row = numel(shape[1:])
-    (first, head), (last, tail) = divmod(begin, row), divmod(end, row)
-    if first == last:
-        return _in_row(first, boxes_of_run(shape[1:], head, tail))
-    found: list[Box] = []
-    if head:
-        found += _in_row(first, boxes_of_run(shape[1:], head, row))
-        first += 1
-    if first < last:
-        found.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    if tail:
-        found += _in_row(last, boxes_of_run(shape[1:], 0, tail))
-    return found
-
-
-def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
-
-
 def boxes_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[tuple[Box, Cut | None]]:
     """Of a DTensor of this form, on this rank; none where the rank is not in the mesh, or has no element."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -151,10 +96,8 @@ def boxes_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list
     return [(found[0][0], None)] if len(found) == 1 else found
 
 
-def placed(tensor: Held) -> list[Placed]:
+def placed(tensor: torch.Tensor) -> list[Placed]:
     """What this rank has of a tensor of any kind that is carried."""
-    if isinstance(tensor, Run):
-        return tensor.placed()
     if is_dtensor(tensor):
         one: Any = tensor
         local = one._local_tensor
@@ -175,17 +118,15 @@ def placed(tensor: Held) -> list[Placed]:
     return [Placed(whole(tensor.shape), tensor)]
 
 
-def is_common(tensor: Held, world_size: int) -> bool:
+def is_common(tensor: torch.Tensor, world_size: int) -> bool:
     """Whether all ranks have the whole of it."""
-    if isinstance(tensor, Run):
-        return tensor.copies == world_size
     if is_dtensor(tensor):
         one: Any = tensor
         return one.device_mesh.size() == world_size and all(p.is_replicate() for p in one.placements)
     return not is_sharded_tensor(tensor)
 
 
-def refuse(part: str, key: str, tensor: Held) -> None:
+def refuse(part: str, key: str, tensor: torch.Tensor) -> None:
     """Raises NotPlainData or Sharded, with what to do, for a tensor that cannot be carried."""
     what = f"{key!r} of part {part!r}"
     if is_dtensor(tensor):
@@ -233,9 +174,7 @@ def _refuse_dtensor(what: str, tensor: Any) -> None:
         )
 
 
-def _locals(tensor: Held) -> list[torch.Tensor]:
-    if isinstance(tensor, Run):
-        return [tensor.elements]
+def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
     one: Any = tensor
     if is_dtensor(tensor):
         return [one._local_tensor]
