@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,9 +44,6 @@ def save_own(
             else:
                 assert checkpoints.save(step)
         assert checkpoints.wait()
-        for thread in threading.enumerate():
-            if thread.name == "memory-sums":
-                thread.join()
     except CheckpointError as error:
         return {"raised": type(error).__name__, "text": str(error)}
     return {"raised": "", "remembered": text.get("remembered")}

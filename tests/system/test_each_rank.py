@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import signal
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -126,25 +125,6 @@ def test_nothing_is_lost_or_doubled_where_the_world_grows_and_shrinks(
         assert [answer["step"] for answer in answers] == [generation - 1] * ranks
     owned = sorted(one for answer in answers for one in answer["owns"])
     assert owned == [[step, rank] for step, ranks in enumerate((2, 3, 2, 1, 2), 1) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("nodes", "step"), [((1,), 5), ((0, 1), 4)], ids=str)
-def test_a_bit_that_flips_in_one_ranks_own_costs_that_copy_and_in_all_copies_a_step(
-    worlds: Worlds, tmp_path: Path, nodes: tuple[int, ...], step: int
-) -> None:
-    args = [
-        {**one, "memory": str(tmp_path / f"node-{rank}")}
-        for rank, one in enumerate(in_directories(*[tmp_path / "disk"] * 2))
-    ]
-    worlds.answers("save_own", [{**one, "steps": [4, 5], "remembers": True} for one in args])
-    for node in nodes:
-        (copy,) = (tmp_path / f"node-{node}").glob("*/b.pt")
-        raw = bytearray(copy.read_bytes())
-        raw[raw.index(struct.pack("<f", 1.0) * 5)] ^= 1
-        copy.write_bytes(raw)
-    answers = worlds.answers("load_own", args, ELASTIC_AGENT_GENERATION="2")
-    found = [(one["step"], one["length"], one["values"]) for one in answers]
-    assert found == [(step, step, [0.0]), (step, step + 10, [1.0])]
 
 
 def test_a_rule_that_breaks_on_one_rank_stops_all(worlds: Worlds, tmp_path: Path) -> None:

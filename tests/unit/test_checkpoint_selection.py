@@ -264,3 +264,12 @@ def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Copy]], s
         chosen = choose_source(order)
         assert chosen is not None
         assert chosen.what.step == step
+
+
+def test_of_equal_copies_one_with_checksums_is_sent() -> None:
+    def offer(node: str, *sums: int) -> Offer:
+        return Offer(copies=(Copy(Header(5, 1, 0, 2, 100, sums=sums)),), node=node)
+
+    owner = choose_source([offer("a"), offer("b", 7), offer("c", 7)])
+    assert owner is not None
+    assert owner.rank == 1

@@ -21,7 +21,6 @@ from elastic_agent.worker.storage.memory.available_memory import Memory, file_sy
 from elastic_agent.worker.storage.memory.random_states import RandomStates
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire import files
-from tests.unit.threads import join_threads
 
 FULL = OSError(28, "No space left on device")
 GONE = FileNotFoundError(2, "No such file or directory")
@@ -84,7 +83,6 @@ def test_whichever_call_fails_only_that_copy_is_lost(
         loaded: dict[str, Any] = {}
         assert Checkpointer(tmp_path / "disk", {"meta": loaded}).load() == step + copied
         assert loaded == {"is": -1 if copied else step}
-        join_threads("memory-sums")  # of what was loaded, in another process than the next copy
         refused += not copied
         step += 1
         if failing.left > 0:
@@ -128,7 +126,6 @@ def test_a_folder_that_is_removed_while_the_job_runs_costs_no_step(
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta}, memory_every=1)
     progress.step(1)
     assert checkpoints.save_to_memory(1)
-    join_threads("memory-sums")  # else it may put a header there meanwhile
     shutil.rmtree(folder)
     for step in (2, 3):
         progress.step(step)
@@ -178,7 +175,6 @@ def test_what_an_earlier_generation_left_under_another_name_makes_room(
     state = {"meta": {"table": torch.zeros(300_000)}}
     earlier = Checkpointer(tmp_path / "at-noon", state)
     assert earlier.save_to_memory(1)
-    join_threads("memory-sums")  # they would have ended with it
     monkeypatch.setattr(slot_memory, "_used", set())  # another process
     later = Checkpointer(tmp_path / "at-one", state)
     assert later.save_to_memory(1)

@@ -6,7 +6,6 @@ import io
 import os
 import random
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,13 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, NotPlainData
-from elastic_agent.worker.state import rng
-from elastic_agent.worker.state.archive_layout import CannotLayOut, Layout, lay_out
+from elastic_agent.worker.state.archive_layout import CannotLayOut, lay_out
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.memory import checksums, room, slots
+from elastic_agent.worker.storage.memory import room, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory
-from elastic_agent.worker.storage.memory.checksums import _ChecksumThread
 from elastic_agent.worker.storage.memory.node_memory import NodeMemory
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
 from elastic_agent.worker.storage.memory.slots import NoRoom, Slots
-from tests.unit.threads import join_threads
 
 pytestmark = pytest.mark.usefixtures("only_worker")
 
@@ -315,7 +311,6 @@ def test_a_torch_that_tells_too_little_means_disk_only(
 
 
 def flip_a_bit_of_the_newest(opened: Slots) -> None:
-    join_threads("memory-sums")
     name = opened.newest_first()[0]
     header = opened.headers()[name]
     with opened.hold(name) as held:
@@ -328,34 +323,11 @@ def flip_a_bit_of_the_newest(opened: Slots) -> None:
 
 
 def cut_the_newest(opened: Slots) -> None:
-    join_threads("memory-sums")
     os.truncate(Path(opened.folder) / f"{opened.newest_first()[0]}.pt", 100)
 
 
 def remove_the_newest(opened: Slots) -> None:
-    join_threads("memory-sums")
     os.unlink(Path(opened.folder) / f"{opened.newest_first()[0]}.pt")
-
-
-def test_a_remembered_copy_has_checksums_soon_and_a_changed_bit_is_found(
-    tmp_path: Path, opened: Slots, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(100_000)}})
-    for step in (1, 2):
-        checkpoints.save_to_memory(step)
-        join_threads("memory-sums")
-    assert all(header.sums for header in opened.headers().values())
-    path = Path(opened.folder) / f"{opened.newest_first()[0]}.pt"
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-    again = Checkpointer(tmp_path / "disk", {"meta": {}})
-    assert again.load() == 1
-    assert "does not match its checksums" in caplog.text
-    join_threads("memory-sums")
-    assert all(header.sums for header in opened.headers().values()), (
-        "also when its random states were filled in"
-    )
 
 
 @pytest.mark.parametrize("spoil", [flip_a_bit_of_the_newest, cut_the_newest, remove_the_newest])
@@ -461,112 +433,3 @@ def test_two_checkpointers_do_not_disturb_each_other(tmp_path: Path) -> None:
         meta: dict[str, Any] = {}
         assert Checkpointer(tmp_path / name, {"meta": meta}).load() == step
         assert meta == {"is": name}
-
-
-@pytest.mark.parametrize("change", ["drop", "abandon_newer", "fill"])
-def test_checksums_that_come_late_undo_no_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, change: str
-) -> None:
-    """The thread that adds them has looked at the header, and is about to replace it."""
-    about, go = threading.Event(), threading.Event()
-    really = Slots.put_header
-
-    def put_header(self: Slots, name: str, header: slots.Header) -> None:
-        if isinstance(threading.current_thread(), _ChecksumThread):
-            about.set()
-            assert go.wait(60)
-        really(self, name, header)
-
-    monkeypatch.setattr(Slots, "put_header", put_header)
-    checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.save_to_memory(5)
-    assert about.wait(60)
-    kept, (header,) = checkpoints._state._memory, opened.headers().values()
-    assert kept is not None
-    assert header.rng_holes
-    timer = threading.Timer(0.2, go.set)
-    timer.start()
-    if change == "drop":
-        kept.drop(header.version)
-    elif change == "abandon_newer":
-        kept.abandon_newer((header.generation, header.step - 1))
-    else:
-        kept.fill(header.version, kept.records(header))
-    timer.join()
-    join_threads("memory-sums")
-    assert [bool(one.rng_holes) for one in opened.headers().values()] == ([False] if change == "fill" else [])
-
-
-@pytest.mark.parametrize("how", ["remember", "save"])
-def test_no_checksums_are_computed_while_training_waits_for_a_copy_and_all_of_them_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, how: str
-) -> None:
-    """They take memory's bandwidth, and a core, from the copy."""
-    begun, copying, summed_on = threading.Event(), threading.Event(), threading.Event()
-    disturbed: list[bool] = []
-    really_sum = checksums.zlib.crc32
-
-    def crc32(*given: Any) -> int:
-        if isinstance(threading.current_thread(), _ChecksumThread):
-            if copying.is_set():
-                summed_on.set()
-            begun.set()
-            assert copying.wait(60)
-        return really_sum(*given)
-
-    def watched(part: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(*given: Any) -> Any:
-            if begun.is_set():
-                copying.set()
-                disturbed.append(summed_on.wait(0.2))
-            return part(*given)
-
-        return watch
-
-    monkeypatch.setattr(checksums, "_STRIDE", 1000)
-    monkeypatch.setattr(checksums.zlib, "crc32", crc32)
-    monkeypatch.setattr(Layout, "copy_to", watched(Layout.copy_to))
-    if how == "remember":  # it waits for no other rank: all of it is the stall
-        monkeypatch.setattr(rng, "capture", watched(rng.capture))
-    checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.save_to_memory(1)
-    assert begun.wait(60)
-    assert checkpoints.save_to_memory(2) if how == "remember" else checkpoints.save(2)
-    assert disturbed == ([False, False] if how == "remember" else [False])
-    join_threads("memory-sums")
-    assert {1} <= {one.step for one in opened.headers().values() if one.sums}
-
-
-@pytest.mark.parametrize("taken_by", ["remember", "open_slot"])
-def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Slots, taken_by: str
-) -> None:
-    """The other one is free, and has the newest state: a crash in the middle would cost it."""
-    reading: list[_ChecksumThread] = []
-    begun = threading.Event()
-    really = checksums.zlib.crc32
-
-    def crc32(*given: Any) -> int:
-        job = threading.current_thread()
-        if isinstance(job, _ChecksumThread) and not reading:
-            reading.append(job)
-            begun.set()
-            assert job.given_up.wait(60)
-        return really(*given)
-
-    monkeypatch.setattr(checksums.zlib, "crc32", crc32)
-    checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.save_to_memory(1)
-    assert begun.wait(60)
-    assert checkpoints.save_to_memory(2)
-    kept = checkpoints._state._memory
-    assert kept is not None
-    kept._checksums._threads["b"].join()
-    assert reading[0].is_alive()
-    if taken_by == "remember":
-        assert checkpoints.save_to_memory(3)
-        assert sorted(one.step for one in opened.headers().values()) == [2, 3]
-    else:
-        slot = kept.open_slot(100)
-        assert slot.name == "a"
-        slot.close()

@@ -94,7 +94,7 @@ def test_a_copy_is_shown_while_its_header_tells_of_it(slots: Slots) -> None:
 
 
 def test_processes_that_change_one_header_undo_nothing_of_each_other(slots: Slots, tmp_path: Path) -> None:
-    """The disk writer and a thread add checksums, a rank that failed makes the copy count without it."""
+    """The disk writer adds checksums, a rank that failed makes the copy count without it."""
     other = Slots(str(tmp_path), "/runs/x")
     opened = slots.begin(8)
     opened.trim()

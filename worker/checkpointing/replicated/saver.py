@@ -20,7 +20,6 @@ from ...state.state_dicts import prove_loadable, with_numbers
 from ...steps import progress
 from ...storage.disk.async_save import AsyncSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header
 from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
@@ -66,7 +65,6 @@ class Saver(SaveOutcomes):
     def save_and_wait(self, step: int) -> bool:
         return self.save(step) and self.wait()
 
-    @undisturbed()
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
         if self._contents.of_each_rank:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from ...state.archive_layout import CannotLayOut
 from ...steps import progress
-from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header
 from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory
 from ...storage.memory.slots import CopyLost, HeldSlot, NoRoom, Slots, SlotsBusy
@@ -38,28 +37,16 @@ class SlotCopies:
         """The slot that it completes."""
         self._afterwards: ToDiskBehind | None = None
         """Gets that copy when it is complete."""
-        self._sums = True
-        """The newest copy gets its checksums here."""
         self._handing_on = threading.Lock()
         self._lost = ""
         """Why the newest copy that the thread was to complete is not there."""
         self._refused = ""
         """Why there is no copy, as the name of the error; empty: there is one."""
 
-    @undisturbed()
-    def copy(
-        self,
-        begin: Callable[[], CopyUnderWay],
-        step: int,
-        to_disk: ToDiskBehind | None = None,
-        *,
-        sums: bool = True,
-    ) -> bool:
+    def copy(self, begin: Callable[[], CopyUnderWay], step: int, to_disk: ToDiskBehind | None = None) -> bool:
         """Make the copy that `begin` begins; False when that cannot be, which is logged when it begins and ends.
 
-        `to_disk` gets the copy when it is complete. Without `sums` it gets no checksums here: `hand_on` follows, and
-        the disk writer takes them, while a thread for them would take a core from the ranks that still copy. Raises
-        what `begin` does of a state.
+        `to_disk` gets the copy when it is complete. Raises what `begin` does of a state.
         """
         started_s = time.monotonic()
         size = 0
@@ -68,7 +55,6 @@ class SlotCopies:
                 self._join()
                 self._lost = ""
                 copy = begin()
-                self._sums = sums
                 self._complete(copy, to_disk)
                 size = copy.header.size
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
@@ -164,8 +150,6 @@ class SlotCopies:
         assert self._slot_memory is not None
         if to_disk is not None:
             to_disk(*self._slot_memory.lend_sealed(copy))
-        elif self._sums:
-            self._slot_memory.add_checksums(copy)
 
     def _lose(self, header: Header, error: Exception) -> None:
         assert self._slot_memory is not None

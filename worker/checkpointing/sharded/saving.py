@@ -21,7 +21,6 @@ from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_token
 from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
-from ...storage.memory.checksums import undisturbed
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.memory.slots import NoRoom
 from ...storage.replication.copy_rule import (
@@ -119,7 +118,6 @@ class ShardSaving(SaveOutcomes):
         same."""
         return self._remember(step)[0] is Decision.WAIT
 
-    @undisturbed()
     def _remember(self, step: int) -> tuple[Decision | None, bool]:
         """What all ranks have decided, and whether this one has a copy of the step."""
         group = current_group()
@@ -220,10 +218,7 @@ class ShardSaving(SaveOutcomes):
         self._replicas.settled(oldest_needed(met.readiness, self._env.generation))
         return verdict
 
-    def _copy(
-        self, layout: ShardLayout, step: int, met: Met, verdict: CopyVerdict, *, sums: bool = True
-    ) -> bool:
-        """`sums`: see `SlotCopies.copy`."""
+    def _copy(self, layout: ShardLayout, step: int, met: Met, verdict: CopyVerdict) -> bool:
         memory = self._memory
         assert memory is not None
         rank = memory.place.rank
@@ -231,12 +226,10 @@ class ShardSaving(SaveOutcomes):
             return True
         twins = met.twins_of(rank)
         return self._copies.copy(
-            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step, sums=sums
+            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step
         )
 
-    def _copy_surely(
-        self, layout: ShardLayout, step: int, met: Met, group: Group, *, sums: bool = True
-    ) -> bool:
+    def _copy_surely(self, layout: ShardLayout, step: int, met: Met, group: Group) -> bool:
         """Whether all ranks have this step in memory, after a wait for replicas and readers that has an end."""
         if not met.all_have_memory:
             return False
@@ -245,9 +238,7 @@ class ShardSaving(SaveOutcomes):
             logger.warning("training waits while all ranks write: step=%d reason=%s", step, verdict.reason)
         if not verdict.copies:
             return verdict.decision is Decision.HAVE
-        return all_did(
-            group, lambda: self._copy(layout, step, met, verdict, sums=sums), f"step {step} is not copied"
-        )
+        return all_did(group, lambda: self._copy(layout, step, met, verdict), f"step {step} is not copied")
 
     def _await_turn(self, layout: ShardLayout, step: int, met: Met, group: Group) -> CopyVerdict:
         since = self._clock()
@@ -289,9 +280,7 @@ class ShardSaving(SaveOutcomes):
         except Superseded:
             return False
         writers = met.all_have_writers
-        # Of a copy that has twins the writer of the lowest rank alone reads all.
-        sums = not writers or met.first_twins[group.rank] is not None
-        if in_memory and self._copy_surely(layout, step, met, group, sums=sums) and writers:
+        if in_memory and self._copy_surely(layout, step, met, group) and writers:
             self._order(step, met, group)
         elif not self._write_now(step, met, layout, group, started_s):
             return False

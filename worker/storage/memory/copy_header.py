@@ -45,7 +45,7 @@ class Header(Checked):
     `rng_holes` are the places, as offset and length, at which the random state of each rank is still to be filled in. A
     copy with holes counts once every rank has written its own down; a `partial` one, made after a rank had failed,
     counts without that.
-    `sums` are the checksums of its pieces; empty: not computed yet, see `checksums`. `run` is the job's, see
+    `sums` are the checksums of its pieces; empty: nothing has read all of it yet. `run` is the job's, see
     `ownership`. `shards`: what the copy has of a sharded state; None: it has the whole state.
     """
 

@@ -19,7 +19,6 @@ import torch
 from ...state.layout_cache import LayoutCache
 from ...state.state_dicts import is_plain, prove_loadable, with_numbers
 from ...wire.environment import WorkerEnv
-from ...wire.messages import SLOT_NAMES
 from ...wire.run import this_run
 from .copy_header import Copy, Header
 from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
@@ -53,7 +52,6 @@ class NodeMemory(SlotMemory):
 
         Raises NoRoom, SlotsBusy, CannotLayOut; what `prove_loadable` raises; what the states' own pickling raises.
         """
-        self._checksums.stop(*self._not_newest())
         place = self.place
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
@@ -141,7 +139,6 @@ class NodeMemory(SlotMemory):
 
     def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
-        self._checksums.stop(*SLOT_NAMES)
         return self._slots, self._hold(version)
 
     def records(self, header: Header) -> dict[int, bytes]:
@@ -150,11 +147,8 @@ class NodeMemory(SlotMemory):
 
     def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""
-        self._checksums.stop(*SLOT_NAMES)
         with self._hold(version) as held:
-            filled = self._slots.fill(held, records)
-        if not filled.sums:
-            self._checksums.start(held.name)
+            self._slots.fill(held, records)
 
 
 def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from ...state.sharding.layout import ShardLayout
 from ...wire.environment import WorkerEnv
-from ...wire.messages import SLOT_NAMES
 from ...wire.run import this_run
 from .available_memory import size_text
 from .copy_header import Header, RankShards
@@ -54,8 +53,8 @@ class ShardMemory(SlotMemory):
         return self._slots.random_states.of(version, self.place.world_size).get(self.place.rank, b"")
 
     def is_free(self, name: str) -> bool:
-        """Whether no process reads that slot now, but this one's own checksums."""
-        return self._checksums.reads(name) or self._slots.is_free(name)
+        """Whether no process reads that slot now."""
+        return self._slots.is_free(name)
 
     def begin_copy(
         self, layout: ShardLayout, step: int, *, protected: tuple[int, int] | None, twins: tuple[int, ...]
@@ -64,7 +63,6 @@ class ShardMemory(SlotMemory):
 
         Raises NoRoom, SlotsBusy.
         """
-        self._checksums.stop(*self._not_newest())
         self._check_room(layout.size)
         with self.costing_a_copy_only():
             opened = self._begin(layout.size, protected=protected)
@@ -95,7 +93,6 @@ class ShardMemory(SlotMemory):
 
     def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
-        self._checksums.stop(*SLOT_NAMES)
         return self._slots, self.hold(version)
 
     def map(self, opened: OpenSlot) -> memoryview:

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from ...wire.messages import SLOT_NAMES
 from .available_memory import Memory
-from .checksums import ChecksumThreads
 from .copy_header import Header
 from .random_states import RandomState
 from .room import Need, least_free, limiting_levels
 from .slot_folders import SlotFolder, all_folders_of
-from .slots import HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy
+from .slots import HeldSlot, NoRoom, OpenSlot, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +108,12 @@ class SlotMemory:
         self._slots = slots
         self._limit = limit
         self._mappings: dict[str, _Mapping] = {}
-        self._checksums = ChecksumThreads(slots)
         _used.add(slots.folder)
         # Not earlier: what is still registered may use them.
         weakref.finalize(self, slots.close).atexit = False
 
     def close(self) -> None:
         """The script has no use for it any more. The copies stay, until others need their room."""
-        self._checksums.stop(*SLOT_NAMES)
         while self._mappings:
             with contextlib.suppress(BufferError):  # it goes with its last user
                 self._mappings.popitem()[1].close()
@@ -149,20 +145,11 @@ class SlotMemory:
         """No other process can find it, but this process has all its bytes, and the disk can have them."""
         return self._slots, HeldSlot(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
 
-    def add_checksums(self, copy: CopyUnderWay) -> None:
-        """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
-        self._checksums.start(copy.opened.name)
-
-    def _not_newest(self) -> list[str]:
-        newest = self._slots.newest_first()[:1]
-        return [name for name in SLOT_NAMES if name not in newest]
-
     def open_slot(self, size: int) -> OpenSlot:
         """Their one worker: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
 
         Raises NoRoom, SlotsBusy.
         """
-        self._checksums.stop(*self._not_newest())
         with self.costing_a_copy_only():
             opened = self._begin(size)
             try:
@@ -204,12 +191,7 @@ class SlotMemory:
             self._check_limit(need.both)
         for now in limiting_levels(self._slots.memory):
             self._check_available(need, now)
-        try:
-            return self._slots.begin(size, protected=protected)
-        except SlotsBusy:
-            # One is being written to disk, and the other one read for its checksums only.
-            self._checksums.stop(*SLOT_NAMES)
-            return self._slots.begin(size, protected=protected)
+        return self._slots.begin(size, protected=protected)
 
     def _check_limit(self, both: int) -> None:
         """The limit is for all Checkpointers of this agent together."""
@@ -267,7 +249,6 @@ class SlotMemory:
         if own is None or (own.local_rank or 0) != self.place.local_rank:
             return False  # the folder's one worker does so
         had_any = bool(self.versions())
-        self._checksums.stop(*SLOT_NAMES)
         try:
             for folder in all_folders_of(self._slots.memory, own.directory):
                 if folder.local_rank == own.local_rank:

@@ -16,9 +16,9 @@ server those of a replica. Every rank writes its own random state. The reader of
 slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
 With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
 
-A header that is there changes in several processes: checksums come from a thread or the disk writer, another rank says
-that it is partial, a load completes it. Each of them holds the slot, and a lock on the folder for the time of
-reading and replacing the header.
+A header that is there changes in several processes: checksums come from the disk writer, another rank says that it is
+partial, a load completes it. Each of them holds the slot, and a lock on the folder while it reads and replaces the
+header.
 
 A slot keeps its pages from one state to the next: memory that is there already costs one copy to fill, where new
 memory costs five times that. No torch here: the disk writer imports this module.
