@@ -2,8 +2,8 @@
 """Measure what it costs to watch a job: next to the same job with all that off, on the same machine, in one go.
 
 A job is *watched* by default, with a folder of its run: the agent looks for hangs, writes its journal and is ready to
-collect evidence, and each worker measures its own time of each step, without its waits for others. It is *not watched*
-with `--hang-timeout off --log-dir /dev/null`, and a worker that does not measure its waits.
+collect evidence, and each worker has called `measure_own_time()`. It is *not watched*
+with `--hang-timeout off --log-dir /dev/null`, and a worker that does not.
 
 Two figures. *Step*: processor time of a worker's step, a small DDP on gloo that calls `step()`, in one process; blocks
 with and without the measurement alternate, and a run keeps the median of each. *Agent*: processor time per minute of
@@ -97,7 +97,7 @@ def time_steps(steps: int) -> tuple[float, float]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from elastic_agent.worker import step
+    from elastic_agent.worker import measure_own_time, step
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -107,6 +107,7 @@ def time_steps(steps: int) -> tuple[float, float]:
     unwatched = put(places, None)
     done = 1
     step(done)
+    measure_own_time()
     watched = put(places, None)
     if any(one is other for one, other in zip(watched, unwatched, strict=True)):
         raise SystemExit("invalid: step() does not count waits with this version of torch")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .state.hook_state import HookState
     from .state.rank_parts import Reshard
     from .steps.drain import Drained
-    from .steps.progress import poll, step
+    from .steps.progress import measure_own_time, poll, step
     from .steps.sampler import ElasticSampler
 
 _NAMES = {
@@ -65,7 +65,7 @@ _NAMES = {
     "ranks.process_group": "init_process_group",
     "state.hook_state": "HookState",
     "state.rank_parts": "Reshard",
-    "steps.progress": "poll step",
+    "steps.progress": "measure_own_time poll step",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -96,6 +96,7 @@ __all__ = [
     "find_free_network_port",
     "fresh_init_file",
     "init_process_group",
+    "measure_own_time",
     "mesh",
     "poll",
     "reserve_port",

@@ -20,6 +20,7 @@ OWN_S = 0.2
 
 def main(slow: Path) -> None:
     dist.init_process_group("gloo")
+    elastic.measure_own_time()
     rank = dist.get_rank()
     torch.set_num_threads(1)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))

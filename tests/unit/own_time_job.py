@@ -1,7 +1,7 @@
 """Two ranks train a little in each way of waiting for each other; rank 1 (of `buffers` rank 0) sleeps in each step.
 
-Prints as one line of JSON the own times of this rank's steps and a digest of its model, by way. Without a page nothing
-is measured, and the digests must be the same.
+Prints as one line of JSON the own times of this rank's steps and a digest of its model, by way. Without `--measure`
+nothing is measured, and the digests must be the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(make: Callable[[], nn.Module]) -> tuple[list[int], str]:
         words = progress._words
         assert words is not None
         count = words[progress.OWN_COUNT]
-        if step and count:
+        if step > 1 and count:
             own.append(words[progress.OWN_TIMES + (count - 1) % progress.KEPT_TIMES])
     digest = hashlib.sha256()
     for value in model.state_dict().values():
@@ -82,6 +82,8 @@ def train(make: Callable[[], nn.Module]) -> tuple[list[int], str]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=sys.argv[1], rank=RANK, world_size=2)
+    if "--measure" in sys.argv:
+        progress.measure_own_time()
     print(
         json.dumps({make.__name__: train(make) for make in (ddp, buffers, compiled, fsdp, plain)}), flush=True
     )

@@ -339,8 +339,9 @@ def test_an_error_in_the_scripts_own_save_is_seen_in_the_exit_code(handler: str,
     """What it registers for its end meanwhile is done once."""
     program = (
         "import atexit, sys\n"
-        "from elastic_agent.worker.steps import drain, quick_end\n"
-        "quick_end.leave_when_failed()\n"
+        "from elastic_agent.worker.steps import torch_workarounds\n"
+        "from elastic_agent.worker.steps import drain\n"
+        "torch_workarounds.leave_when_failed()\n"
         "sys.last_value = ValueError('shown by a console of the script')\n"
         "atexit.register(print, 'before')\n"
         "try:\n    drain._end(7, (), None, alone=False, leaves=True)\n"

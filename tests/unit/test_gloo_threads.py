@@ -10,15 +10,21 @@ from types import ModuleType
 
 import pytest
 
-from elastic_agent.worker.ranks import gloo_threads
-from elastic_agent.worker.ranks.gloo_threads import LOOKS, MOST_S, settle, thread_states, watch
+from elastic_agent.worker.steps import torch_workarounds
+from elastic_agent.worker.steps.torch_workarounds import (
+    LOOKS,
+    MOST_S,
+    settle,
+    settle_before_destroy,
+    thread_states,
+)
 
 
 def played(monkeypatch: pytest.MonkeyPatch, states: list[list[str]]) -> list[float]:
     """What `settle` has slept when its looks find these states; the last of them for ever."""
     slept: list[float] = []
     looks = iter(states)
-    monkeypatch.setattr(gloo_threads, "thread_states", lambda name: next(looks, states[-1]))
+    monkeypatch.setattr(torch_workarounds, "thread_states", lambda name: next(looks, states[-1]))
     settle(lambda: sum(slept), slept.append)
     return slept
 
@@ -45,9 +51,9 @@ def test_torch_destroys_what_it_was_asked_to_after_that(monkeypatch: pytest.Monk
     outer.destroy_process_group = inner.destroy_process_group  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", inner)
     monkeypatch.setitem(sys.modules, "torch.distributed", outer)
-    monkeypatch.setattr(gloo_threads, "settle", lambda: done.append("settled"))
-    watch()
-    watch()
+    monkeypatch.setattr(torch_workarounds, "settle", lambda: done.append("settled"))
+    settle_before_destroy()
+    settle_before_destroy()
     outer.destroy_process_group("group")  # type: ignore[attr-defined]
     assert done == ["settled", "group"]
     inner.destroy_process_group()  # type: ignore[attr-defined]

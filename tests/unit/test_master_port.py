@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.ranks.master_port import problem_of, watch
+from elastic_agent.worker.steps.torch_workarounds import problem_of, warn_of_other_port
 from elastic_agent.worker.wire.environment import NAMES
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
@@ -44,19 +44,19 @@ def test_torchs_handlers_are_called_with_what_they_were_called_with(
         monkeypatch.setenv(name, value)
     handlers: dict[str, Callable[..., Any]] = {"env": lambda url, **more: iter([(url, more)])}
     monkeypatch.setattr(rendezvous, "_rendezvous_handlers", handlers)
-    watch()
-    watch()
+    warn_of_other_port()
+    warn_of_other_port()
     assert list(handlers["env"]("env://", timeout=5)) == [("env://", {"timeout": 5})]
     assert capsys.readouterr().err.count("meets at port 29500") == 1
 
 
 def test_torch_has_the_handlers() -> None:
-    """`worker/ranks/master_port.py` leans on a private name."""
+    """`worker/steps/torch_workarounds.py` leans on a private name."""
     assert {"env", "tcp"} <= set(rendezvous._rendezvous_handlers)
 
 
 def test_a_torch_without_them_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(rendezvous, "_rendezvous_handlers")
-    watch()
+    warn_of_other_port()
     monkeypatch.delitem(sys.modules, "torch.distributed.rendezvous")
-    watch()
+    warn_of_other_port()

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from elastic_agent.worker.steps import own_time
-from elastic_agent.worker.steps.own_time import Waits
+from elastic_agent.worker.steps import torch_workarounds
+from elastic_agent.worker.steps.torch_workarounds import Waits
 from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.shared_progress import SharedProgress
 from tests.unit.own_time_job import SLEEP_S
@@ -40,8 +40,8 @@ def train(store: Path, *, measured: bool) -> list[dict[str, Any]]:
             "ELASTIC_AGENT_GENERATION": "7",
             "OMP_NUM_THREADS": "1",
         }
-        environment |= {NAMES["page"]: page.path} if measured else {}
-        command = [sys.executable, str(JOB), f"file://{store}"]
+        environment |= {NAMES["page"]: page.path}
+        command = [sys.executable, str(JOB), f"file://{store}", *(["--measure"] if measured else [])]
         jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [job.communicate(timeout=120)[0] for job in jobs]
     for page in pages:
@@ -76,7 +76,7 @@ def test_the_models_are_the_same_without_it(measured: list[dict[str, Any]], tmp_
 
 def of_torch(function: Any) -> Any:
     """Another test may have let this process be watched."""
-    while getattr(getattr(function, "__code__", None), "co_filename", "") == own_time.__file__:
+    while getattr(getattr(function, "__code__", None), "co_filename", "") == torch_workarounds.__file__:
         function = function.__wrapped__
     return function
 
@@ -86,7 +86,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     """Those of this thread; torch is as before afterwards."""
     for place, name in ((dist, "_broadcast_coalesced"), (torch.autograd, "backward"), (dist.Work, "wait")):
         monkeypatch.setattr(place, name, of_torch(getattr(place, name)))
-    watched = own_time.watch()
+    watched = torch_workarounds.watch_waits()
     assert watched is not None
     return watched
 
@@ -95,7 +95,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on by a nanosecond each time it is read: a wait, whose begin and end are read, takes one."""
     now = itertools.count()
-    monkeypatch.setattr(own_time, "_now_ns", lambda: next(now))
+    monkeypatch.setattr(torch_workarounds, "_now_ns", lambda: next(now))
 
 
 def test_hooks_of_the_script_run_as_before(waits: Waits) -> None:
@@ -191,7 +191,7 @@ def test_waits_of_other_threads_do_not_count() -> None:
 
 @pytest.mark.usefixtures("ticking")
 def test_a_wait_within_a_wait_counts_once() -> None:
-    waits = Waits(own_time._ident())
+    waits = Waits(torch_workarounds._ident())
     inner = waits.timed(lambda: None)
     waits.timed(inner)()
     assert waits.total_ns == 1
@@ -202,22 +202,22 @@ def test_another_torch_loses_the_measure_and_nothing_else(monkeypatch: pytest.Mo
     empty = ModuleType("torch.distributed")
     monkeypatch.setitem(sys.modules, "torch.distributed", empty)
     monkeypatch.setitem(sys.modules, "torch.autograd", ModuleType("torch.autograd"))
-    assert own_time.watch() is not None
+    assert torch_workarounds.watch_waits() is not None
     assert vars(empty).keys() == vars(ModuleType("torch.distributed")).keys()
     empty.Work = int  # type: ignore[attr-defined]
-    assert own_time.watch() is not None
+    assert torch_workarounds.watch_waits() is not None
 
 
 def test_a_script_without_torch_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert own_time.watch() is None
+    assert torch_workarounds.watch_waits() is None
 
 
 def test_time_before_the_first_step_is_no_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic_agent.worker.steps import progress
 
-    waits = Waits(own_time._ident())
-    for name, value in {"_words": None, "_waits": waits, "_waited_ns": 0, "_listeners": ()}.items():
+    waits = Waits(torch_workarounds._ident())
+    for name, value in {"_words": None, "_waits": waits, "_waited_ns": -1, "_listeners": ()}.items():
         monkeypatch.setattr(progress, name, value)
     with closing(SharedProgress.make(generation=7)) as page:
         monkeypatch.setenv(NAMES["page"], page.path)

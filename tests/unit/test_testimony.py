@@ -124,7 +124,9 @@ def test_what_it_waits_for_is_said() -> None:
     assert found.where == "train.py:9 in step, waits for bytes"
 
 
-WAITS = Frame("/src/elastic_agent/worker/steps/own_time.py", 50, "waits", "return wait(*args, **more)")
+WAITS = Frame(
+    "/src/elastic_agent/worker/steps/torch_workarounds.py", 50, "waits", "return wait(*args, **more)"
+)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ClusterEnvironmentError
+from ..steps import torch_workarounds
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
-from . import gloo_threads, master_port
 from .launchers.cluster_environment import detect
 
 
@@ -48,8 +48,7 @@ def init_process_group(
             os.environ.update(place.variables())
     if backend is None and more.get("device_id") is None:
         backend = default_backend()
-    gloo_threads.watch()
-    master_port.watch()
+    torch_workarounds.install()
     dist.init_process_group(backend, init_method, timeout, *args, **more)
 
 

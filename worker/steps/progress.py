@@ -58,10 +58,9 @@ from ..wire.shared_progress import (
     clock_ns,
     private_words,
 )
-from .own_time import Waits, watch
-from .quick_end import leave_when_failed
 from .registry import Checkpointers, DrainSaver
 from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
+from .torch_workarounds import Waits, leave_when_failed, watch_waits
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +99,9 @@ _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
 """Of the page, or private ones. None: this process has not asked for its page yet."""
 _waits: Waits | None = None
-"""What this process waits for other ranks; None where it does not use torch.distributed."""
-_waited_ns = 0
-"""Of these, until the newest step."""
+"""What this process waits for other ranks; None: nobody has asked to measure that."""
+_waited_ns = -1
+"""Of these, until the newest step; -1: no step has ended since the measure began."""
 _refused = False
 """A step was no step, and that was said."""
 
@@ -127,14 +126,11 @@ def step(step: int) -> None:
         number = index(step)
         if number < 0:
             raise ValueError("steps count from 0")
-        own_ns = now - before_at - _newly_waited_ns()
-        if words[FIRST_AT]:
-            count = words[OWN_COUNT]
-            words[OWN_TIMES + count % KEPT_TIMES] = max(own_ns, 0)
-            words[OWN_COUNT] = count + 1
-        else:
+        if not words[FIRST_AT]:
             words[FIRST_STEP] = number
             words[FIRST_AT] = now
+        if _waits is not None:
+            _note_own_time(words, now - before_at)
         words[STEPPED_AT] = now
         words[STEP] = number
     except (TypeError, ValueError) as error:
@@ -175,13 +171,28 @@ def loaded_since_newest_step() -> tuple[DrainSaver, ...]:
     return checkpointers.all(newest_step_at())
 
 
-def _newly_waited_ns() -> int:
-    """For other ranks, since this was asked last."""
+def measure_own_time() -> None:
+    """From now on measure how long this rank itself is at work in each step, so that a slower rank is named.
+
+    Call it on every rank, on the thread that trains, when the process group is there. It replaces three functions of
+    torch by ones that take the time (see `torch_workarounds`), so frames of this library stand in the traceback of a
+    collective that fails. With NCCL the device waits, not the process: there it shows nothing.
+    """
+    global _waits, _waited_ns
+    _own_words()
+    _waits = _waits or watch_waits()
+    _waited_ns = -1
+
+
+def _note_own_time(words: memoryview, step_ns: int) -> None:
+    """Of the step that has just ended; nothing of the one in which the measure began."""
     global _waited_ns
-    if _waits is None:
-        return 0
+    assert _waits is not None
     before, _waited_ns = _waited_ns, _waits.total_ns
-    return _waited_ns - before
+    if before >= 0:
+        count = words[OWN_COUNT]
+        words[OWN_TIMES + count % KEPT_TIMES] = max(step_ns - (_waited_ns - before), 0)
+        words[OWN_COUNT] = count + 1
 
 
 def on_step(
@@ -344,17 +355,11 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     if speaker not in (0, os.getpid()) and _lives(speaker):
         return private_words()
     words[ATTACHED] = os.getpid()
-    _measure_waits()
     leave_warnings_to_agent()
     leave_when_failed()
     if words[ALL_SIGNALLED] and leave_sigterm_to_agent():
         words[LEAVES_SIGTERM] = 1
     return words
-
-
-def _measure_waits() -> None:
-    global _waits
-    _waits = _waits or watch()
 
 
 def _lives(pid: int) -> bool:

@@ -80,8 +80,10 @@ _NUMBERS = {field.name for field in fields(WorkerEnv) if field.type == "int"}
 
 PROCESS_GROUP_TIMEOUT = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
 """Read by `worker.init_process_group`, because torch takes that timeout from no variable."""
+TORCH_WORKAROUNDS = "ELASTIC_AGENT_TORCH_WORKAROUNDS"
+"""`0` switches all of them off. The agent hands it on as it is."""
 
-WORKER_VARIABLES = frozenset({*NAMES.values(), PROCESS_GROUP_TIMEOUT})
+WORKER_VARIABLES = frozenset({*NAMES.values(), PROCESS_GROUP_TIMEOUT, TORCH_WORKAROUNDS})
 """All that an agent gives its workers. An agent that is started inside a worker inherits them."""
 
 

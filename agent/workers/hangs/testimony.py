@@ -38,7 +38,7 @@ _NO_COLLECTIVES = (
     "/torch/distributed/elastic/",
     "/torch/distributed/launcher/",
 )
-_OWN_WAITS = ("/elastic_agent/worker/steps/own_time.py", "waits")
+_OWN_WAITS = ("/elastic_agent/worker/steps/torch_workarounds.py", "waits")
 """Stands around `Work.wait` and the broadcast of DDP's buffers, where the worker calls `step()`."""
 _COLLECTIVE_THREADS = ("gloo", "pt_gloo", "pt_nccl", "nccl", "pt_mpi", "pt_ucc", "pt_xccl", "pt_hccl")
 """How the names of threads begin that the libraries of collectives start."""

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 HERE = Path(__file__).resolve().parent
 
 if TYPE_CHECKING:
-    from ....worker.ranks import gloo_threads, master_port
+    from ....worker.steps import torch_workarounds
     from ....worker.wire import stack_dump
     from ....worker.wire.environment import NAMES
     from ..processes import shim, store_server
@@ -61,7 +61,7 @@ else:
     )
     from elastic_agent_preloader.agent.workers.processes import shim, store_server
     from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
-    from elastic_agent_preloader.worker.ranks import gloo_threads, master_port
+    from elastic_agent_preloader.worker.steps import torch_workarounds
     from elastic_agent_preloader.worker.wire import stack_dump
     from elastic_agent_preloader.worker.wire.environment import NAMES
 
@@ -106,8 +106,7 @@ def load(names: Sequence[str]) -> Imported:
     """Imports the modules named."""
     gc.disable()
     imported = Imported(names)
-    gloo_threads.watch()
-    master_port.watch()
+    torch_workarounds.install()
     gc.collect()
     gc.freeze()
     return imported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 _BEFORE = """
 import atexit, code, sys
-from elastic_agent.worker.steps.quick_end import leave_when_failed
+from elastic_agent.worker.steps.torch_workarounds import leave_when_failed
 class Slow:
     def __del__(self): print('taken apart')
 slow = Slow()
@@ -57,3 +58,40 @@ def test_all_other_ends_are_pythons(tmp_path: Path, script: str, code: int) -> N
     returncode, printed, last_error, written = ended(tmp_path, script)
     assert (returncode, printed[-1], last_error) == (code, "taken apart", "done")
     assert "not flushed yet" in written
+
+
+def test_the_switch_leaves_torch_and_python_as_they_are() -> None:
+    script = """
+import sys
+import torch.distributed as dist
+from elastic_agent import worker
+from elastic_agent.worker.steps import torch_workarounds
+before = dist.destroy_process_group, dist.Work.wait, sys.excepthook
+torch_workarounds.install()
+torch_workarounds.leave_when_failed()
+worker.measure_own_time()
+worker.step(1)
+assert (dist.destroy_process_group, dist.Work.wait, sys.excepthook) == before
+"""
+    for switch in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "ELASTIC_AGENT_TORCH_WORKAROUNDS": switch},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode == 0) == (switch == "0"), done.stderr
+
+
+def test_torch_is_as_it_was_for_a_script_that_calls_step() -> None:
+    """No frame of ours stands in the traceback of a collective, unless the script asks for the measure."""
+    script = """
+import torch, torch.distributed as dist
+from elastic_agent import worker
+before = dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward
+worker.step(1)
+worker.step(2)
+assert (dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward) == before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
