@@ -32,7 +32,7 @@ from elastic_agent.worker.checkpointing.replicated import loader
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.disk import checkpoint_files, directory_claim, durable
+from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
 from elastic_agent.worker.storage.memory import slots
 from elastic_agent.worker.wire import files
 
@@ -202,7 +202,7 @@ def save_on_a_failing_disk(rank: int, directory: str) -> dict[str, Any]:
         if fail:
             raise OSError(28, "No space left on device")
 
-    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(fsync=fsync)
+    checkpoint_files.os = ownership.os = durable.os = files.os = Overlay(fsync=fsync)
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
     results = []
     for step, fail in enumerate(failing, start=1):  # noqa: B007  # fsync reads it
@@ -217,7 +217,7 @@ def leave_save(rank: int, directory: str) -> dict[str, Any]:
         time.sleep(0.1)
         os.fsync(fd)
 
-    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(fsync=fsync)
+    checkpoint_files.os = ownership.os = durable.os = files.os = Overlay(fsync=fsync)
     Checkpointer(directory, {"meta": {}}).save(10)
     return {"visible": sorted(os.listdir(directory))}
 
@@ -252,7 +252,7 @@ def train(
 
         return call
 
-    checkpoint_files.os = directory_claim.os = durable.os = files.os = Overlay(
+    checkpoint_files.os = ownership.os = durable.os = files.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
     )
     slots.os = Overlay(

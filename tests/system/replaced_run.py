@@ -12,11 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, step
-from elastic_agent.worker.storage.disk import directory_claim
-from elastic_agent.worker.storage.disk.ownership import OWNER_NAME, Ownership, successor
+from elastic_agent.worker.storage.disk import ownership
 from elastic_agent.worker.wire.run import Run
 
-directory_claim.LOCK_WAIT_S = 0.5
+ownership.LOCK_WAIT_S = 0.5
 
 
 def main(folder: Path, when: str) -> None:
@@ -30,8 +29,7 @@ def main(folder: Path, when: str) -> None:
     checkpoints.save(1)
     checkpoints.wait()
     if when == "save" and dist.get_rank() == 0:
-        owner = directory / OWNER_NAME
-        owner.write_bytes(successor(Ownership.from_json(owner.read_bytes()), Run("thief")).to_json())
+        (directory / ownership.OWNER_NAME).write_bytes(ownership.Ownership(Run("thief")).to_json())
     dist.barrier()
     step(2)
     checkpoints.save(2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
-from elastic_agent.worker.storage.disk import checkpoint_files, directory_claim, durable
+from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import files
@@ -537,7 +537,7 @@ def test_a_file_whose_fsync_failed_is_abandoned(
 
 
 def replace_os(monkeypatch: pytest.MonkeyPatch, overlay: _Overlay) -> None:
-    for module in (checkpoint_files, directory_claim, durable, files):
+    for module in (checkpoint_files, ownership, durable, files):
         monkeypatch.setattr(module, "os", overlay)
 
 

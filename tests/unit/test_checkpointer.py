@@ -34,10 +34,9 @@ from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
 )
 from elastic_agent.worker.checkpointing.replicated import loader
 from elastic_agent.worker.checkpointing.replicated.contents import Contents
-from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.disk import async_save, commit_permission, directory_claim
+from elastic_agent.worker.storage.disk import async_save, commit_permission, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import shared_progress
@@ -439,7 +438,7 @@ def test_to_load_a_teacher_is_no_beginning_of_this_training(
 def test_a_directory_that_another_run_has_is_refused_and_a_failed_load_lets_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory_claim, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(ownership, "LOCK_WAIT_S", 0.0)
     training = Checkpointer(tmp_path, {})
     assert training.load() == 0
     training.save(10)
@@ -525,7 +524,6 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     foreign = one._offer(one._claimed(), ())
     assert foreign.foreign
     assert foreign.manifest is not None
-    assert one._loaded(current_group(), None).related == ()
     assert choose_source([foreign, Offer(mine)], BadState.of(env, "mine")) == Source(1, mine)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 

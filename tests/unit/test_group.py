@@ -24,8 +24,8 @@ from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
 from elastic_agent.worker.ranks.refusals import _Refusal
-from elastic_agent.worker.storage.disk.directory_claim import Claim
 from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.ownership import Claim
 from elastic_agent.worker.storage.memory.copy_header import Copy, Header, RankShards
 
 GROUP = Group(0, 2, torch.device("cpu"))

@@ -6,9 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -18,16 +15,10 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
-from elastic_agent.worker.storage.disk import (
-    checkpoint_files,
-    directory_claim,
-    durable,
-    former_runs,
-    ownership,
-)
+from elastic_agent.worker.storage.disk import checkpoint_files, directory_lock, durable, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.storage.disk.manifests import Manifest, manifest_name
-from elastic_agent.worker.storage.disk.ownership import Former, Ownership, settle, successor
+from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import Run, this_run
 from elastic_agent.worker.wire.sealed import checksum
@@ -83,11 +74,11 @@ class Job:
         try:
             self.files.claim.await_former_run(wait_s=0)
             found, _ = self.files.find()
-            self.step = 0
+            self.step, run = 0, None
             if found is not None:
                 found.stream.close()
-                self.step = found.manifest.step
-            self.files.claim.take(self.step)
+                self.step, run = found.manifest.step, found.manifest.run
+            self.files.claim.take(self.step, run)
         except CheckpointError:
             self.files.claim.release_lock()
             raise
@@ -130,26 +121,26 @@ def power_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without them."""
-    monkeypatch.setattr(ownership.Lock, "take", lambda self, dir_fd: True)
+    monkeypatch.setattr(directory_lock.Lock, "take", lambda self, dir_fd: True)
 
 
 # ---------------------------------------------------------------- the value
 
 
 def test_an_owner_is_read_as_it_was_written() -> None:
-    owner = Ownership(A, (Former("", -1), Former("run-b", 7)), settled=True)
+    owner = Ownership(A, {"": 1, "run-b": 7})
     assert Ownership.from_json(owner.to_json()) == owner
 
 
-OWNER = Ownership(A, (Former("run-b", 7),), settled=True)
+OWNER = Ownership(A, {"run-b": 7})
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 2}, {"run": None}, {"run": {"id": "a/b", "label": ""}}, {"run": {"id": "a", "extra": 1}},
-        {"before": [{"run": "b", "step": -2}]}, {"before": [{"run": "b", "step": True}]}, {"before": [["b", 1]]},
-        {"before": None}, {"settled": 1}, {"run": {"id": "a", "label": "x" * 201}},
+        {"schema": 1}, {"run": None}, {"run": {"id": "a/b", "label": ""}}, {"run": {"id": "a", "extra": 1}},
+        {"took_over": {"b": -1}}, {"took_over": {"b": True}}, {"took_over": {"a/b": 1}}, {"took_over": [["b", 1]]},
+        {"took_over": None}, {"run": {"id": "a", "label": "x" * 201}},
     ],
 )  # fmt: skip
 def test_what_is_no_owner_is_refused(change: dict[str, Any]) -> None:
@@ -168,28 +159,6 @@ def test_no_bit_of_an_owner_may_flip_unnoticed() -> None:
             assert Ownership.from_json(bytes(flipped)) == OWNER  # white space
         except ValueError:
             continue
-
-
-def test_who_comes_later_has_what_it_found_and_no_more() -> None:
-    after_a = settle(
-        successor(settle(successor(None, A), [("", 5), ("run-a", 9)]), B), [("run-a", 9), ("", 5)]
-    )
-    assert after_a.before == (Former("", 5), Former("run-a", 9))
-    assert [after_a.has("run-a", step) for step in (9, 10)] == [True, False]
-    assert after_a.has("run-b", 99)
-    assert not after_a.has("run-c", 1)
-    assert after_a.outlived("run-a")
-    assert not after_a.outlived("run-b")
-
-
-def test_runs_without_checkpoints_are_forgotten_in_the_end() -> None:
-    owner = successor(None, Run("run-0"))
-    for number in range(1, 200):
-        owner = settle(successor(owner, Run(f"run-{number}")), [("", 5)])
-    assert len(owner.before) == ownership.MAX_BEFORE + 1
-    assert owner.has("", 5)
-    assert owner.outlived("run-198")
-    assert len(owner.to_json()) < ownership.MAX_OWNER_BYTES
 
 
 def test_the_agent_names_the_run_and_without_one_each_process_is_its_own() -> None:
@@ -220,7 +189,7 @@ class Interrupted:
         self._left = at
         self._then = then
         self.happened = False
-        for module in (checkpoint_files, directory_claim, durable, files):
+        for module in (checkpoint_files, ownership, directory_lock, durable, files):
             monkeypatch.setattr(module, "os", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -325,25 +294,6 @@ def test_whoever_takes_over_in_the_middle_of_a_save_keeps_all_and_the_other_is_t
         assert not [name for name in os.listdir(directory) if name.startswith("tmp-")]
 
 
-@pytest.mark.usefixtures("no_locks")
-def test_a_save_in_the_middle_of_a_takeover_is_kept_or_refused(tmp_path: Path) -> None:
-    for directory, b, _, told_b, told_a in interruptions(
-        tmp_path, second, lambda job: job.load(), started_later, lambda job: job.save(40)
-    ):
-        assert told_a is None or isinstance(told_a, OtherRun)
-        if told_a is None:
-            assert steps(directory)[40] == A.id, "it was told that it is saved"
-        if told_b is not None:
-            assert not isinstance(told_b, OtherRun), "another load helps"
-            assert told_a is None
-            assert "run run-a saved step 40 while this run" in str(told_b)
-            b = Job(directory, B, generation=2)
-            b.load()
-        assert b.step == (40 if told_a is None else 30)
-        b.save(b.step + 5)
-        assert max(steps(directory)) == b.step
-
-
 def started_later(directory: Path) -> Job:
     job = started(directory)
     job.files.claim.uphold(30)
@@ -377,24 +327,6 @@ def test_of_two_that_come_at_once_one_has_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_run_that_is_overtaken_on_its_way_in_does_not_take_the_directory_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started(tmp_path)
-    b, c = Job(tmp_path, B), Job(tmp_path, C)
-    remove = b.files.claim.remove_abandoned
-
-    def remove_and_be_overtaken(*args: Any, **named: Any) -> None:
-        remove(*args, **named)
-        c.load()
-
-    monkeypatch.setattr(b.files.claim, "remove_abandoned", remove_and_be_overtaken)
-    with pytest.raises(OtherRun, match="taken over by run run-c"):
-        b.load()
-    c.save(40)
-
-
-@pytest.mark.usefixtures("no_locks")
 def test_a_run_that_was_set_back_does_not_delete_what_another_has_saved(tmp_path: Path) -> None:
     """B loads 30 of A; A, which cannot see that yet (a cached directory), comes to 90; B saves 31."""
     started(tmp_path)
@@ -402,7 +334,7 @@ def test_a_run_that_was_set_back_does_not_delete_what_another_has_saved(tmp_path
     b.load()
     owner = (tmp_path / "owner.json").read_bytes()
     a = Job(tmp_path, A, generation=2)
-    (tmp_path / "owner.json").write_bytes(Ownership(A, settled=True).to_json())
+    (tmp_path / "owner.json").write_bytes(Ownership(A).to_json())
     a.load()
     a.save(80)
     a.save(90)
@@ -412,138 +344,6 @@ def test_a_run_that_was_set_back_does_not_delete_what_another_has_saved(tmp_path
     assert steps(tmp_path) == {80: A.id, 90: A.id}
     with pytest.raises(OtherRun, match="step 90 of run run-a"):
         Job(tmp_path, B, generation=2).load()
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_an_older_checkpoint_that_came_behind_ones_back_is_left_alone_and_never_loaded(
-    tmp_path: Path,
-) -> None:
-    started(tmp_path)
-    b = Job(tmp_path, B)
-    b.load()
-    owner = (tmp_path / "owner.json").read_bytes()
-    (tmp_path / "owner.json").unlink()
-    unseen = Job(tmp_path, Run("unseen"), keep=9)
-    unseen.step = 31
-    unseen.save(31)
-    (tmp_path / "owner.json").write_bytes(owner)
-    for step in (40, 50, 60):
-        b.save(step)
-    assert steps(tmp_path) == {31: "unseen", 50: B.id, 60: B.id}
-    for path in [*tmp_path.glob("step-000000000050-*.pt"), *tmp_path.glob("step-000000000060-*.pt")]:
-        path.unlink()
-    again = Job(tmp_path, B, generation=2)
-    assert again.files.find()[0] is None
-
-
-def ended(directory: Path) -> None:
-    """Run A has saved 195 and 200, and its process has ended."""
-    a = Job(directory, A)
-    a.load()
-    a.save(195)
-    a.save(200)
-
-
-def test_a_run_whose_state_is_elsewhere_goes_on_and_keeps_an_ended_runs_newer_checkpoints(
-    tmp_path: Path,
-) -> None:
-    ended(tmp_path)
-    b = Job(tmp_path, B)
-    b.files.claim.await_former_run(wait_s=0)
-    b.files.claim.take(90, elsewhere=True)
-    b.step = 90
-    for step in (95, 195, 200, 205):
-        b.save(step)
-    assert steps(tmp_path) == {200: B.id, 205: B.id}
-    assert steps(tmp_path / f"before-{A.id}") == {195: A.id, 200: A.id}
-    assert Job(tmp_path, B, generation=2).load() == 205
-    with pytest.raises(OtherRun, match="taken over"):
-        Job(tmp_path, A, generation=2).load()
-    del b
-    assert Job(tmp_path, C).load() == 205
-    assert Job(tmp_path / f"before-{A.id}", C).load() == 200
-
-
-def test_a_former_runs_checkpoint_is_not_moved_through_a_link(tmp_path: Path) -> None:
-    elsewhere = tmp_path.with_name(f"{tmp_path.name}-elsewhere")
-    elsewhere.mkdir()
-    job = Job(tmp_path, A)
-    job.load()
-    job.save(10)
-    (tmp_path / f"before-{A.id}").symlink_to(elsewhere)
-    with files.open_directory(str(tmp_path)) as dir_fd:
-        manifest = Manifest.from_json((tmp_path / manifest_name(10)).read_bytes())
-        with pytest.raises(NotADirectoryError):
-            former_runs.move_aside(dir_fd, manifest)
-    assert not list(elsewhere.iterdir())
-    assert steps(tmp_path) == {10: A.id}
-
-
-@pytest.mark.parametrize("step", [90, 195])
-def test_a_move_that_was_interrupted_loses_nothing(tmp_path: Path, step: int) -> None:
-    def come(job: Job) -> None:
-        job.files.claim.await_former_run(wait_s=0)
-        job.files.claim.take(step, elsewhere=True)
-
-    class Killed(BaseException):
-        pass
-
-    for at in count(1):
-        directory = tmp_path / str(at)
-        ended(directory)
-
-        def kill() -> None:
-            raise Killed
-
-        with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Killed):
-            interrupted = Interrupted(patched, at, kill)
-            patched.setattr(former_runs, "os", interrupted)
-            come(Job(directory, B))
-        come(Job(directory, B, generation=2))
-        kept = steps(directory / f"before-{A.id}")
-        assert kept == {195: A.id, 200: A.id}
-        if not interrupted.happened:
-            assert at > 15
-            return
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_without_a_lock_nothing_is_moved(tmp_path: Path) -> None:
-    ended(tmp_path)
-    with pytest.raises(OtherRun, match="step 200 of run run-a"):
-        CheckpointFiles(tmp_path, keep=1, run=B).claim.take(90, elsewhere=True)
-    assert steps(tmp_path) == {195: A.id, 200: A.id}
-
-
-def test_nothing_is_moved_while_the_other_run_lives(tmp_path: Path) -> None:
-    a = started(tmp_path)
-    with pytest.raises(OtherRun, match="is alive"):
-        CheckpointFiles(tmp_path, keep=1, run=B).claim.take(5, elsewhere=True)
-    a.save(40)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_nothing_is_moved_where_this_run_has_been(tmp_path: Path, known: bool) -> None:
-    started(tmp_path)
-    b = Job(tmp_path, B)
-    b.load()
-    b.save(35)
-    del b
-    owner = (tmp_path / "owner.json").read_bytes()
-    (tmp_path / "owner.json").unlink()
-    unseen = Job(tmp_path, A, generation=2)
-    unseen.step = 36
-    unseen.files.claim.uphold(36)
-    unseen.save(90)
-    del unseen
-    if known:
-        (tmp_path / "owner.json").write_bytes(owner)
-        (tmp_path / "step-000000000035.json").unlink(missing_ok=True)
-    else:
-        (tmp_path / "owner.json").unlink()
-    again = CheckpointFiles(tmp_path, keep=1, run=B)
-    with pytest.raises(OtherRun, match="step 90 of run run-a"):
-        again.claim.take(50, elsewhere=True)
 
 
 # ---------------------------------------------------------------- what a run that comes here may delete
@@ -557,15 +357,6 @@ def fill(job: Job) -> None:
 
 def of(directory: Path, run: Run) -> list[int]:
     return sorted(step for step, whose in steps(directory).items() if whose == run.id)
-
-
-def comes(directory: Path, run: Run, step: int, *kin: Former) -> Job:
-    """With a state from memory or from another node's disk."""
-    job = Job(directory, run)
-    job.files.claim.await_former_run(wait_s=0)
-    job.files.claim.take(step, kin, elsewhere=True)
-    job.step = step
-    return job
 
 
 def test_what_ended_runs_have_left_is_loaded_and_deleted_by_their_successor(tmp_path: Path) -> None:
@@ -583,27 +374,6 @@ def test_what_ended_runs_have_left_is_loaded_and_deleted_by_their_successor(tmp_
     assert len(os.listdir(tmp_path)) == 6, "two checkpoints, the owner and the lock"
 
 
-def test_a_successor_that_ended_on_its_way_in_is_passed_over(tmp_path: Path) -> None:
-    """B has begun to take over, and C comes: it follows A. C loads nothing, so that A is known by `before` alone."""
-    started(tmp_path)
-    (tmp_path / "owner.json").write_bytes(successor(owner_of(tmp_path), B).to_json())
-    c = Job(tmp_path, C)
-    c.step = 30
-    fill(c)
-    assert set(steps(tmp_path).values()) == {C.id}
-
-
-def test_a_run_that_was_killed_on_its_way_in_loads_the_newest(tmp_path: Path) -> None:
-    """B had taken over A's 30, and saved 35; C has begun to take over and has not seen what there is."""
-    started(tmp_path)
-    b = Job(tmp_path, B)
-    b.load()
-    b.save(35)
-    del b
-    (tmp_path / "owner.json").write_bytes(successor(owner_of(tmp_path), C).to_json())
-    assert Job(tmp_path, C, generation=2).load() == 35
-
-
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_successor_still_has_what_it_loaded(tmp_path: Path) -> None:
     a = started(tmp_path)
@@ -613,78 +383,6 @@ def test_without_locks_a_successor_still_has_what_it_loaded(tmp_path: Path) -> N
     assert set(steps(tmp_path).values()) == {B.id}
     with pytest.raises(OtherRun, match="taken over by run run-b"):
         a.save(40)
-
-
-@pytest.mark.usefixtures("no_locks")
-@pytest.mark.parametrize("step", [35, 90])
-def test_a_state_from_elsewhere_makes_nothing_here_ones_own(tmp_path: Path, step: int) -> None:
-    """A may be alive: there are no locks."""
-    started(tmp_path)
-    fill(comes(tmp_path, B, step))
-    assert of(tmp_path, A) == [20, 30]
-    b = Job(tmp_path, B, generation=2)
-    assert b.load() == step + 3
-    fill(b)
-    assert of(tmp_path, A) == [20, 30]
-    assert len(of(tmp_path, B)) == 2
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_a_state_from_elsewhere_of_the_same_step_is_refused_before_training(tmp_path: Path) -> None:
-    started(tmp_path)
-    with pytest.raises(OtherRun, match=r"step 30 of run run-a.* at step 30"):
-        comes(tmp_path, B, 30)
-    assert owner_of(tmp_path).run == A
-
-
-@pytest.mark.parametrize("step", [25, 30, 90])
-def test_a_state_from_elsewhere_moves_what_an_ended_run_has_left(tmp_path: Path, step: int) -> None:
-    started(tmp_path)
-    fill(comes(tmp_path, B, step))
-    assert set(steps(tmp_path).values()) == {B.id}
-    assert steps(tmp_path / f"before-{A.id}") == {20: A.id, 30: A.id}
-
-
-def test_what_a_state_from_elsewhere_comes_from_is_deleted_in_time(tmp_path: Path) -> None:
-    """Rank 0 came to a node whose disk has older checkpoints of this job's own past."""
-    started(tmp_path)
-    fill(comes(tmp_path, B, 90, Former(A.id, 30)))
-    assert set(steps(tmp_path).values()) == {B.id}
-    assert not (tmp_path / f"before-{A.id}").exists()
-
-
-def test_what_an_agents_memory_knows_is_this_jobs_also_where_the_job_went_back(tmp_path: Path) -> None:
-    started(tmp_path)
-    b = comes(tmp_path, B, 25, Former(A.id, ownership.MOST_STEPS))
-    assert owner_of(tmp_path).before == (Former("", -1), Former(A.id, 30))
-    fill(b)
-    assert steps(tmp_path) == {27: B.id, 28: B.id}
-    assert not (tmp_path / f"before-{A.id}").exists()
-
-
-def test_what_a_run_comes_from_is_known_in_a_directory_that_has_nothing_of_it(tmp_path: Path) -> None:
-    """So that it can tell, when rank 0 comes to another node."""
-    comes(tmp_path, B, 40, Former(A.id, 30))
-    assert owner_of(tmp_path).before == (Former("", -1), Former(A.id, 30))
-
-
-def test_a_save_without_a_load_follows_the_run_before(tmp_path: Path) -> None:
-    """As an archive of the best models does when the job is started again."""
-    started(tmp_path)
-    b = Job(tmp_path, B)
-    b.step = 31
-    fill(b)
-    assert set(steps(tmp_path).values()) == {B.id}
-
-
-@pytest.mark.usefixtures("no_locks")
-def test_a_save_without_a_load_and_without_a_lock_deletes_nothing_of_others(tmp_path: Path) -> None:
-    started(tmp_path)
-    b = Job(tmp_path, B)
-    b.step = 31
-    fill(b)
-    assert of(tmp_path, A) == [20, 30]
-    assert of(tmp_path, B) == [33, 34]
 
 
 def copied(tmp_path: Path) -> Path:
@@ -764,7 +462,7 @@ def test_an_old_directory_is_taken_over_once(tmp_path: Path) -> None:
     without_names(tmp_path)
     job = Job(tmp_path, B)
     assert job.load() == 20
-    assert owner_of(tmp_path).before == (Former("", 20),)
+    assert owner_of(tmp_path).took_over == {"": 20}
     job.save(30)
     job.save(40)
     assert set(steps(tmp_path).values()) == {B.id}
@@ -818,7 +516,7 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As groups of ranks that save apart. The other one has the lock for itself until its name is in it."""
-    directory, share = tmp_path / "new", ownership.Lock._share
+    directory, share = tmp_path / "new", directory_lock.Lock._share
 
     def make(path: str) -> None:
         if not directory.exists():
@@ -826,17 +524,17 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
             fcntl.flock(other := open(directory / "owner.lock", "w"), fcntl.LOCK_EX)  # noqa: SIM115
             others.append(other)
 
-    def look(lock: ownership.Lock, file: Any) -> bool:
+    def look(lock: directory_lock.Lock, file: Any) -> bool:
         found = share(lock, file)
         for other in others:
-            print(A.id, end="", file=other, flush=True)
+            print(A, end="", file=other, flush=True)
             fcntl.flock(other, fcntl.LOCK_SH)
         others.clear()
         return found
 
     others: list[Any] = []
-    monkeypatch.setattr(directory_claim, "make_directory", make)
-    monkeypatch.setattr(ownership.Lock, "_share", look)
+    monkeypatch.setattr(ownership, "make_directory", make)
+    monkeypatch.setattr(directory_lock.Lock, "_share", look)
     Job(directory, A).save(10)
     assert steps(directory) == {10: A.id}
 
@@ -844,7 +542,7 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
 def test_a_save_without_a_load_makes_the_directory_ones_own(tmp_path: Path) -> None:
     job = Job(tmp_path, A)
     job.save(10)
-    assert owner_of(tmp_path) == Ownership(A, (Former("", -1),), settled=True)
+    assert owner_of(tmp_path) == Ownership(A)
 
 
 def test_without_an_owner_ones_own_is_not_set_above_what_another_has_saved_since(tmp_path: Path) -> None:
@@ -898,22 +596,6 @@ def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     b = Job(tmp_path, B)
     b.files.claim.await_former_run(sleep=sleep)
     assert b.load() == 40
-
-
-def test_what_a_run_has_left_that_was_killed_before_it_was_the_owner_is_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as killed:
-        killed.setattr(directory_claim.os, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            Job(tmp_path, A).load()
-    assert len(list(tmp_path.glob("tmp-*.json"))) == 1
-    Job(tmp_path, B).load()
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-def interrupted(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_no_other_run_comes_in_between_two_generations(tmp_path: Path) -> None:
@@ -1014,71 +696,6 @@ def test_a_load_that_failed_lets_go_of_the_directory(tmp_path: Path) -> None:
         Job(tmp_path, C).load()
     b.claim.release_lock()
     assert Job(tmp_path, C).load() == 30
-
-
-SCRIPT = """
-import os, signal, sys
-from elastic_agent.worker.errors import OtherRun
-from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.wire import files
-from elastic_agent.worker.wire.run import this_run
-
-files = CheckpointFiles(sys.argv[1], keep=2, run=this_run(os.environ))
-try:
-    files.claim.await_former_run(wait_s=0.3)
-except OtherRun as error:
-    print(error)
-    sys.exit(3)
-found, _ = files.find()
-step = found.manifest.step if found else 0
-files.claim.take(step)
-if os.fork() == 0:  # as a data loader does
-    os.close(1)
-    while True:
-        signal.pause()
-print(step, flush=True)
-for line in sys.stdin:
-    files.claim.uphold(step)
-    step += 1
-    manifest = files.write(step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=int)
-    files.publish(manifest, int)
-    print(step, flush=True)
-"""
-
-
-def test_the_same_script_twice_at_once_and_then_again(tmp_path: Path) -> None:
-    """Real processes, and a fork that outlives the first: the lock ends with who has taken it."""
-
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "x")]
-        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True))
-        return started[-1]
-
-    def says(process: subprocess.Popen[str], line: str = "") -> str:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if line:
-            print(line, file=process.stdin, flush=True)
-        return process.stdout.readline().strip()
-
-    try:
-        first = start()
-        assert [says(first), says(first, "save")] == ["0", "1"]
-        refused = says(start())
-        assert "is in use: run" in refused
-        assert f"process {first.pid} on" in refused
-        assert says(first, "save") == "2"
-        first.kill()
-        assert first.wait() == -signal.SIGKILL
-        third = start()
-        assert [says(third), says(third, "save")] == ["2", "3"]
-    finally:
-        for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
 
 
 # ---------------------------------------------------------------- saves that end badly

@@ -458,13 +458,13 @@ def test_replicated_and_sharded_checkpoints_lie_in_one_directory(tmp_path: Path)
 # --- Of other runs
 
 
-def take(run: Run, directory: Path, *, elsewhere: int | None = None) -> list[CheckpointFiles]:
-    """A run that comes to the directory, and goes on from the newest there, or from a state from `elsewhere`."""
+def take(run: Run, directory: Path) -> list[CheckpointFiles]:
+    """A run that comes to the directory, and goes on from the newest there."""
     all_nodes = nodes(directory, 2, run=run)
     claim = all_nodes[0].claim
     claim.await_former_run(wait_s=0)
-    step, _ = found(all_nodes[0])
-    claim.take(elsewhere if elsewhere is not None else step or 0, elsewhere=elsewhere is not None)
+    newest = all_nodes[0].newest_manifest()
+    claim.take(newest.step if newest else 0, newest.run if newest else None)
     return all_nodes
 
 
@@ -481,18 +481,6 @@ def test_a_run_that_goes_on_from_another_has_its_directories_and_deletes_them_in
     assert all("-run-b-" in name for name in attempts(tmp_path))
     with pytest.raises(OtherRun):
         save_part(first[1], new_attempt(first[1], 13, 1), 1, 13, 2)
-
-
-def test_what_a_run_does_not_come_from_is_moved_with_all_its_files(tmp_path: Path) -> None:
-    first = take(RUN, tmp_path)
-    manifest = save_all(first, 200)
-    first[0].claim._lock.forget()
-    second = take(Run("run-b"), tmp_path, elsewhere=50)
-    save_all(second, 60)
-    assert found(second[0]) == (60, [])
-    apart = CheckpointFiles(tmp_path / "before-run-a", keep=1, run=RUN)
-    assert found(apart) == (200, [])
-    assert not (tmp_path / manifest.file).exists()
 
 
 def test_a_run_that_was_replaced_writes_no_part_and_commits_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import BadCheckpoint
-from elastic_agent.worker.storage.disk import checkpoint_files, directory_claim, durable, shard_files
+from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership, shard_files
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.sharded import commit as commit_module
 from elastic_agent.worker.storage.disk.sharded import parts
@@ -193,7 +193,7 @@ def broken_promises(
     seen: set[tuple[int, tuple[tuple[str, bytes], ...]]] = set()
 
     def replace_os(overlay: Overlay) -> None:
-        for module in (checkpoint_files, directory_claim, durable, files, shard_files, parts, commit_module):
+        for module in (checkpoint_files, ownership, durable, files, shard_files, parts, commit_module):
             monkeypatch.setattr(module, "os", overlay)
 
     def cut(disk: Disk) -> None:

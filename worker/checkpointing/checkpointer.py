@@ -31,7 +31,7 @@ from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.disk.ownership import step_number
+from ..storage.disk.manifests import step_number
 from ..wire.run import this_run
 from .agreement import Agreement
 from .replicated.replicated_state import ReplicatedState

@@ -52,15 +52,15 @@ HeldCopy = tuple[Slots, HeldSlot]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one directory. `number` counts those of this process: two loads of one step are two pasts. `is_from_disk`: and
-    not from memory.
+    """Of one directory. `number` counts those of this process: two loads of one step are two pasts. `run` made what was
+    loaded.
 
     `newer` are the checkpoints that lay there beyond `step`, and were given up for it.
     """
 
     number: int
     step: int
-    is_from_disk: bool
+    run: str
     newer: tuple[Manifest, ...]
 
 
@@ -198,7 +198,7 @@ class RankStorage:
             claim.uphold(step - 1)
             return
         claim.bad_steps.update(one.step for one in load.newer)
-        claim.uphold(load.step, loaded_here=load.is_from_disk)
+        claim.uphold(load.step, load.run)
 
     def lay_out(self, items_after: Callable[[Form | None], Items]) -> ShardLayout:
         """This rank's part. `items_after` gets the form of the save before, if there was one."""
@@ -336,11 +336,11 @@ _loads: dict[str, Load] = {}
 """The newest of this process, by directory."""
 
 
-def note_load(path: str, step: int, *, is_from_disk: bool) -> None:
+def note_load(path: str, step: int, run: str) -> None:
     """This process has loaded that step. What is newer was given up, and counts no more when it saves."""
     before = _loads.get(path)
     number = before.number + 1 if before is not None else 1
-    _loads[path] = Load(number, step, is_from_disk, storage_of(path).newer_than(step))
+    _loads[path] = Load(number, step, run, storage_of(path).newer_than(step))
 
 
 def newest_load(path: str) -> Load | None:

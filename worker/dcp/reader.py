@@ -65,6 +65,10 @@ class _Found:
         return self.what.step if isinstance(self.what, Manifest) else self.what.what.step
 
     @property
+    def run(self) -> str:
+        return (self.what if isinstance(self.what, Manifest) else self.what.what).run
+
+    @property
     def version(self) -> Version | None:
         """Of copies in memory."""
         return None if isinstance(self.what, Manifest) else self.what.version
@@ -188,7 +192,7 @@ class ElasticStorageReader(StorageReader):
             self._read_from_memory(found, plan, planner)
         if self._wanted is not None:
             self._own().await_disk()  # what is being saved may be newer
-        note_load(self._directory, found.step, is_from_disk=found.version is None)
+        note_load(self._directory, found.step, found.run)
         homes: tuple[RankHome, ...] = plan.storage_data
         if homes and WorkerEnv.of(os.environ).run:
             self._own().loaded(found.step, found.version, homes)

@@ -18,8 +18,7 @@ from torch.futures import Future
 
 from ..errors import SaveFailed, StepNotGrowing
 from ..steps import progress
-from ..storage.disk.manifests import Manifest
-from ..storage.disk.ownership import step_number
+from ..storage.disk.manifests import Manifest, step_number
 from ..storage.disk.shard_files import data_name
 from ..storage.disk.sharded.shard_saver import ShardedSave
 from ..wire.messages import SaveResult

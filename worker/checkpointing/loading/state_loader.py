@@ -19,7 +19,6 @@ from ...ranks.refusals import together
 from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
 from ...storage.disk.manifests import Manifest
-from ...storage.disk.ownership import Former
 from ...storage.memory.copy_header import Header
 from ...wire.environment import WorkerEnv
 from ...wire.messages import MAX_REASON_CHARS, LoadResult, Tier
@@ -38,14 +37,9 @@ Reasons = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What all ranks have loaded: a checkpoint, or a copy in memory; None: there was nothing.
-
-    `related` are other runs that it comes from, each up to a step. `elsewhere`: it does not lie in rank 0's directory.
-    """
+    """What all ranks have loaded: a checkpoint, or a copy in memory; None: there was nothing."""
 
     what: Manifest | Header | None = None
-    related: tuple[Former, ...] = ()
-    elsewhere: bool = False
 
     @property
     def step(self) -> int:
@@ -94,7 +88,8 @@ class StateLoader(ABC):
             together(group, lambda: self._prepare(finish_last_write), "nothing loaded")
             self._on_rank_0(group, claim.await_former_run)
             found = self._bring(group)
-            self._on_rank_0(group, lambda: claim.take(found.step, found.related, elsewhere=found.elsewhere))
+            run = found.what.run if found.what is not None else None
+            self._on_rank_0(group, lambda: claim.take(found.step, run))
         except CheckpointError:
             claim.release_lock()
             if not self._unreadable:

@@ -17,12 +17,11 @@ from ...ranks.refusals import together
 from ...state.state_dicts import refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
 from ...storage.disk.manifests import Manifest
-from ...storage.disk.ownership import MOST_STEPS, Former, Ownership
 from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import NodeMemory, load_mapped
 from ...storage.memory.slots import HeldSlot
 from ...wire.environment import WorkerEnv
-from ..loading.checkpoint_selection import Offer, Source, choose_source, nodes_with, runs_in_memory
+from ..loading.checkpoint_selection import Offer, Source, choose_source, nodes_with
 from ..loading.node_sharing import Bytes, NodeSharing, first_ranks
 from ..loading.state_loader import LoadedState, Reasons, StateLoader, choose_together
 from .contents import Contents
@@ -71,7 +70,7 @@ class Loader(StateLoader):
                 self._step = source.what.step
                 self._warn_if_set_back(source.what)
                 together(group, lambda: self._load(group, source), f"step {self._step} cannot be loaded")
-        return self._loaded(group, source)
+        return LoadedState(source.what if source is not None else None)
 
     def _load(self, group: Group, source: Source) -> None:
         try:
@@ -107,27 +106,6 @@ class Loader(StateLoader):
         copies = memory.copies() if memory is not None and memory.copies_for_node else ()
         node = memory.place.node if memory is not None else ""
         return Offer(manifest, reasons, copies, node, self._files.run.id, self._is_foreign(manifest))
-
-    def _loaded(self, group: Group, source: Source | None) -> LoadedState:
-        """All ranks call it. Runs in memory are this job's. Of a state from elsewhere it is the run that made it, and
-        what the owner of its directory has."""
-        related = [Former(run, MOST_STEPS) for run in runs_in_memory(self._offers)]
-        if source is None:
-            return LoadedState(None, tuple(related))
-        what = source.what
-        elsewhere = isinstance(what, Header) or source.rank != 0
-        if elsewhere:
-            related.append(Former(what.run, what.step))
-            if isinstance(what, Manifest) or self._offers[0].foreign:
-                for raw in filter(None, group.gather(self._heritage(what))):
-                    related += (one for one in Ownership.from_json(raw).before if one.step >= 0)
-        return LoadedState(what, tuple(related), elsewhere)
-
-    def _heritage(self, what: Manifest | Header) -> bytes:
-        owner = self._files.claim.owner()
-        if owner is None or owner.run.id not in (self._files.run.id, what.run):
-            return b""
-        return owner.to_json()
 
     # ---------------------------------------------------------------- from disk
 

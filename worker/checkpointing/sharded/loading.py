@@ -23,8 +23,6 @@ from ...state.sharding.table import RANDOM_STATE
 from ...state.state_dicts import refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
-from ...storage.disk.ownership import MOST_STEPS, Former
-from ...storage.memory.copy_header import Header
 from ...storage.memory.shard_memory import ShardMemory
 from ...wire.environment import WorkerEnv
 from ..loading.shard_copies import shard_copies_in
@@ -75,7 +73,7 @@ class ShardLoading(StateLoader):
 
     def _bring(self, group: Group) -> LoadedState:
         while True:
-            source, offers = self._choose(group)
+            source = self._choose(group)
             if source is None:
                 break
             self._step = source.what.step
@@ -84,14 +82,11 @@ class ShardLoading(StateLoader):
             if self._take(group, source):
                 break
         self._unreadable = False
-        runs = {copy.header.run for offer in offers for copy in offer.copies}
-        what = source.what if source is not None else None
-        related = tuple(Former(run, MOST_STEPS) for run in sorted(runs))
-        return LoadedState(what, related, isinstance(what, Header))
+        return LoadedState(source.what if source is not None else None)
 
     # ---------------------------------------------------------------- choosing
 
-    def _choose(self, group: Group) -> tuple[ShardSource | None, list[ShardOffer]]:
+    def _choose(self, group: Group) -> ShardSource | None:
         """Raises NoUsableCheckpoint."""
         standbys = offers_of_standbys(self._env, self._files.directory, group)
 
@@ -114,7 +109,7 @@ class ShardLoading(StateLoader):
                 logger.warning("%s", one.reason)
             if source is not None:
                 self._warn_if_set_back(source.what)
-        return source, offers
+        return source
 
     def _offer(self, manifest: Manifest | None, reasons: Reasons) -> ShardOffer:
         env = self._env

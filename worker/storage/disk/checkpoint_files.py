@@ -46,7 +46,6 @@ from typing import BinaryIO
 from ...errors import BadCheckpoint, CheckpointError
 from ...wire.files import open_directory, open_for_reading, open_own_directory
 from ...wire.run import Run
-from .directory_claim import Claim
 from .durable import make_directory, write_durably
 from .manifests import (
     ATTEMPT_NAME,
@@ -59,7 +58,7 @@ from .manifests import (
     read_manifest,
     runs_with_data,
 )
-from .ownership import Ownership
+from .ownership import Claim, Ownership
 from .shard_files import DiskCopy, FileList, data_name, look, open_list, read_rank_file, remove_directory
 
 logger = logging.getLogger(__name__)
@@ -239,7 +238,7 @@ class CheckpointFiles:
                     (own if is_own else others).append((step, manifest))
         except FileNotFoundError:
             return []
-        found = own if self.claim.is_settled(owner) else own + others
+        found = own if self.claim.is_owner(owner) else own + others
         return sorted(found, key=lambda one: one[1] is not None and unwanted(one[1]))
 
     # ---------------------------------------------------------------- writing

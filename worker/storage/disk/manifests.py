@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, SupportsIndex
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
 from ...wire.files import read_whole
@@ -27,6 +28,16 @@ ATTEMPT_NAME = re.compile(
 )
 """Of the directory that one attempt to save a sharded state fills: no other ever has the same."""
 _MAX_MANIFEST_BYTES = 4096
+MOST_STEPS = 2**63 - 1
+
+
+def step_number(step: SupportsIndex) -> int:
+    """What a script gives as the step to save. Raises ValueError."""
+    if not (hasattr(step, "__index__") and 0 <= operator.index(step) <= MOST_STEPS):
+        raise ValueError(
+            f"step is {step!r}, expected the number of steps that the state holds, from 0 to 2**63 - 1"
+        )
+    return operator.index(step)
 
 
 @dataclass(frozen=True, slots=True)
