@@ -134,7 +134,7 @@ class Claim:
         `loaded` is the run whose state that is, None where there was none. Raises OtherRun (see the module's
         docstring). Where nothing can be written nothing is taken: the next `uphold` tries again.
         """
-        self._loaded = loaded or self._loaded
+        self._loaded = self._loaded if loaded is None else loaded
         try:
             make_directory(self._directory)
             with open_directory(self._directory) as dir_fd:
@@ -148,7 +148,7 @@ class Claim:
                     self._refuse_newer(dir_fd, heir, step, step)
                     self._put_owner(dir_fd, heir)
                     # From here on those before can begin nothing, and without these files they can end nothing.
-                    self.remove_abandoned(dir_fd, heir, generation=-1)
+                    self.remove_abandoned(dir_fd, heir, -1, also=owner.run.id if owner is not None else None)
             self._taken = True
             self._lock.lend()
         except OSError as error:
@@ -286,11 +286,16 @@ class Claim:
             self._refuse_replaced(self.read_owner(dir_fd))
             raise
 
-    def remove_abandoned(self, dir_fd: int, owner: Ownership | None, generation: int) -> None:
-        """Remove what writers died over, but not a newer generation's: its writer may live, and we be the past."""
+    def remove_abandoned(
+        self, dir_fd: int, owner: Ownership | None, generation: int, *, also: str | None = None
+    ) -> None:
+        """Remove what writers died over, but not a newer generation's: its writer may live, and we be the past.
+
+        `also`: of that run, too.
+        """
         for name in os.listdir(dir_fd):
             match = TEMPORARY_NAME.fullmatch(name)
-            if not match or not self.inherits(owner, match["run"]):
+            if not match or not (self.inherits(owner, match["run"]) or match["run"] == also):
                 continue
             if match["run"] != self.run.id or int(match["generation"]) <= generation:
                 remove(dir_fd, name)
