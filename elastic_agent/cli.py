@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
     except FileNotFoundError:
         print("elastic-agent: the current folder was deleted: change to one that is there", file=sys.stderr)
         return ExitCode.BAD_CONFIG
+    if words and words[0] == "--await-job":  # by a daemon, not by people
+        return _standby(*words[1:])
     if words and words[0] in POOL_COMMANDS:
         module = "submit" if words[0] == "submit" else "commands"
         work = getattr(importlib.import_module(f".pool.{module}", __package__), words[0])
@@ -104,6 +106,20 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         print(f"elastic-agent: {lack}", file=sys.stderr)
         write_error_file(os.environ, ExitCode.NOT_HERE, lack, None, time.time())
         return ExitCode.NOT_HERE
+
+
+def _standby(descriptor: str, preloads: str, store: str) -> int:
+    """Becomes the agent of a job when there is one, see `pool/standby.py`. `preloads` are words of --preload."""
+    # Imported now: `main` imports these two when it knows that it needs them.
+    from .agent.machine import inventory as inventory
+    from .agent.main import run as run
+    from .pool.standby import await_job
+
+    job = await_job(int(descriptor), preloads.split(","), store)
+    if job is None:
+        return ExitCode.SUCCESS
+    sys.argv[1:], prepared = job
+    return main(sys.argv[1:], prepared)
 
 
 def _run(words: Sequence[str], prepared: Prepared | None) -> int:

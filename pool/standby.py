@@ -1,6 +1,6 @@
 """The standby: a process that waits to be the agent of a job, with all that takes long done already.
 
-The daemon starts it while the node is idle, through `elastic_agent/standby.py`. It has imported what an agent needs,
+The daemon starts it while the node is idle, as `elastic-agent --await-job`. It has imported what an agent needs,
 and holds a fork server, from which the job's workers will be forked. Everything that the job decides (directory,
 environment, console, log level, signals, cgroup) it takes over with the job, as a process does that starts with it.
 It ends when the daemon ends: with its socket, and by the signal of its parent's death.
@@ -209,7 +209,10 @@ class Standby:
         try:
             with theirs:
                 process = start_child(
-                    ["elastic_agent.standby", str(theirs.fileno()), ",".join(self._preloads), self._store],
+                    [
+                        *("elastic_agent", "--await-job"),
+                        *(str(theirs.fileno()), ",".join(self._preloads), self._store),
+                    ],
                     signal.SIGKILL,
                     env=dict(self._environment),
                     pass_fds=(theirs.fileno(),),

@@ -43,7 +43,7 @@ IMPORTED = (
     "agent.main.run",
     "agent.workers.processes.subreaper",
 )
-"""By an agent in any case, as `elastic_agent.standby` has it."""
+"""By an agent in any case, as a standby has it."""
 
 
 class AgentProcess(Protocol):

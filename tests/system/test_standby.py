@@ -64,9 +64,7 @@ class Node:
         """The process that waits now, but none of these; it has preloaded what it is to."""
 
         def found() -> int | None:
-            waiting = (
-                pid for pid in descendants(self.daemon.pid) if b"elastic_agent.standby" in cmdline(pid)
-            )
+            waiting = (pid for pid in descendants(self.daemon.pid) if b"--await-job" in cmdline(pid))
             return next((pid for pid in waiting if pid not in others and preloaded(pid)), None)
 
         return int(self.wait_for(found, "standby"))
