@@ -38,12 +38,13 @@ from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import StoreError
-from elastic_agent.rendezvous.liveness.failure_detector import Peer
+from elastic_agent.rendezvous.liveness import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NodeRecord
 from elastic_agent.rendezvous.store.interface import (
+    Answer,
     Change,
     Compare,
     Delete,
@@ -51,11 +52,12 @@ from elastic_agent.rendezvous.store.interface import (
     LeaseId,
     Outcome,
     Put,
+    Request,
     Snapshot,
     Store,
+    Subscription,
     Watch,
 )
-from elastic_agent.rendezvous.store.requests import Answer, Request, Subscription
 from scale_stores import JOB
 
 LEASE_TTL_S = 300.0

@@ -16,10 +16,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
+from ..rendezvous.node.transactions import RETRY, PendingRequest
 from ..rendezvous.records import STOP_KEY, WORLD_KEY
-from ..rendezvous.store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
-from ..rendezvous.store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
-from ..rendezvous.store.scoped import run_prefix
+from ..rendezvous.store.interface import (
+    Answer,
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    Grant,
+    LeaseId,
+    Outcome,
+    Put,
+    Read,
+    Request,
+    Snapshot,
+    Subscription,
+    run_prefix,
+)
 from .records import (
     CANCELS_PREFIX,
     JOBS_PREFIX,

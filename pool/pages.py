@@ -17,8 +17,7 @@ from ..health.http import Page, Probe, Request
 from ..health.metrics import CONTENT_TYPE, Gauge, Level, Registry, Row
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
-from ..rendezvous.store.interface import Store
-from ..rendezvous.store.scoped import run_prefix
+from ..rendezvous.store.interface import Store, run_prefix
 from .records import PoolCounts
 
 log = logging.getLogger(__name__)

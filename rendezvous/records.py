@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Within, shown
+from ..health.hang_report import Inquiry, Suspicion, Testimony
+from ..health.stragglers import Comparison, Paces
 from .errors import RecordInvalid
-from .statements.exclusion import MAX_EXCLUSIONS, Exclusion, Recheck
-from .statements.inquiry import Inquiry, Suspicion, Testimony
-from .statements.paces import Comparison, Paces
-from .statements.terms import Limits, Program
+from .messages import MAX_EXCLUSIONS, Exclusion, Limits, Program, Recheck
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
 SCHEMA = 19
@@ -434,6 +433,16 @@ class World(_Record):
     def size(self) -> int:
         """Number of workers: WORLD_SIZE."""
         return sum(member.slots for member in self.members)
+
+    @property
+    def node_of_ranks(self) -> tuple[str, ...]:
+        """By rank."""
+        return tuple(member.node for member in self.members for _ in range(member.slots))
+
+    def comparison_of(self, leader: NodeRecord | None) -> Comparison | None:
+        """The one in the coordinator's record, if it is of this generation, which trains."""
+        found = leader.comparison if leader is not None and self.trains else None
+        return found if found is not None and found.generation == self.generation else None
 
     def max_restarts(self, own: int | None) -> int | None:
         """The job's; a world that names no limits leaves each node its own."""

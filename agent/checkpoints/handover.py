@@ -34,10 +34,10 @@ from itertools import groupby
 
 from ...rendezvous.coordinator.exclusions import left_out
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreUnavailable
+from ...rendezvous.messages import fits
+from ...rendezvous.node.transactions import RetryPolicy
 from ...rendezvous.records import NODES_PREFIX, Condition, Endpoint, NodeRecord, World
-from ...rendezvous.statements.terms import fits
 from ...rendezvous.store.interface import Entry, Store
-from ...rendezvous.store.requests import RetryPolicy
 from ...rendezvous.text import shortened
 from ...threads import Thread
 from ...worker.storage.disk.checkpoint_files import CheckpointFiles

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...rendezvous.errors import StoreError, StoreUnavailable
+from ...rendezvous.node.transactions import RETRY
 from ...rendezvous.store.interface import Compare, Put, Store
-from ...rendezvous.store.requests import RETRY
 from ...threads import Thread
 from ...worker.storage.replication.key_file import KEY_BYTES, write_key
 from ..common.events import Event, IoThread

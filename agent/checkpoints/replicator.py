@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...rendezvous.store.requests import RetryPolicy
+from ...rendezvous.node.transactions import RetryPolicy
 from ...threads import Thread
 from ...worker.storage.memory.copy_header import FoundCopy
 from ...worker.storage.memory.slot_folders import SlotFolder

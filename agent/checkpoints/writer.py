@@ -29,7 +29,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ...codec import Invalid
-from ...rendezvous.store.requests import RETRY
+from ...rendezvous.node.transactions import RETRY
 from ...threads import Thread
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.storage.disk.background_write import outcome_of, write_copy

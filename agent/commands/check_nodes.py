@@ -45,8 +45,7 @@ from ...health.checks.pairs import (
     tried_by,
 )
 from ...rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch, StoreUnavailable
-from ...rendezvous.store.interface import Compare, Entry, Put, Store
-from ...rendezvous.store.scoped import ScopedStore
+from ...rendezvous.store.interface import Compare, Entry, Put, ScopedStore, Store
 from ...rendezvous.store.wire import check_of
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode

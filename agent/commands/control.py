@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.errors import RecordInvalid, StoreUnavailable
+from ...rendezvous.messages import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ...rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -36,7 +37,6 @@ from ...rendezvous.records import (
     drain_key,
     life_of,
 )
-from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Put, Store
 from ...rendezvous.text import NAME, clean, shortened
 from ..common.exits import CannotDo, ExitCode

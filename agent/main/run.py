@@ -23,9 +23,9 @@ from ...health.checks.runner import CheckRun
 from ...health.checks.table import RECHECKS, checks_for
 from ...health.http import NODE_PATH, Answers, HealthServer, json_page, rested
 from ...health.metrics import Build, Metrics
-from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
+from ...rendezvous.liveness import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.node.session import NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ...rendezvous.coordinator import exclusions, stragglers
+from ...health import stragglers
+from ...health.stragglers import Comparison, Straggler
+from ...rendezvous.coordinator import exclusions
 from ...rendezvous.coordinator.restarts import RestartPolicy
+from ...rendezvous.messages import Exclusion, differences
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
-from ...rendezvous.statements import terms
-from ...rendezvous.statements.exclusion import Exclusion
-from ...rendezvous.statements.paces import Comparison, Straggler
 from ...rendezvous.text import shortened
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
 from .status import Checkpoint, NodeStatus
@@ -168,7 +168,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
     written = [node.step for node in job.nodes] + ([world.step] if world is not None else [])
     step = max([status.step for status in statuses], default=0) or max(written, default=0)
     record = next((node for node in job.nodes if node.node == job.coordinator), None)
-    comparison = stragglers.in_force(record, world)
+    comparison = world.comparison_of(record) if world is not None else None
     waits = best is not None and state in ("waiting", "stopping", "stopped")
     return JobReport(
         job=job.job,
@@ -338,5 +338,5 @@ def _of_node(node: NodeReport, *, waits: bool) -> Iterator[str]:
 def _other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
     """A sentence for each node that was started with other limits than the job has."""
     for node in nodes:
-        if others := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
+        if others := "; ".join(differences(node.limits, node.program, world.limits, world.program)):
             yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"

@@ -10,15 +10,14 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...health.hang_report import Inquiry, Suspicion
 from ...health.metrics import Metrics
+from ...health.stragglers import Comparison, Straggler, in_words
 from ...rendezvous.coordinator import exclusions
-from ...rendezvous.coordinator.stragglers import in_words
+from ...rendezvous.messages import Exclusion
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
+from ...rendezvous.node.session import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import Cause, CauseKind, Failure, Member, Phase, World
-from ...rendezvous.statements.exclusion import Exclusion
-from ...rendezvous.statements.inquiry import Inquiry, Suspicion
-from ...rendezvous.statements.paces import Comparison, Straggler
 from ...rendezvous.text import counted
 from ..output.journal import Journal, Kind
 from ..output.log_files import run_folder

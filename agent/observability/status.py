@@ -22,9 +22,9 @@ from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
 from ...health.checks.table import AT_JOIN
 from ...health.metrics import LOST_TIME_CAUSES, SAVE_TIERS, Metrics
-from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.messages import MAX_EXCLUSION_REASON
+from ...rendezvous.node.session import NodeSnapshot
 from ...rendezvous.records import MAX_EXCEPTION, MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
-from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
 from ...rendezvous.text import Name, line
 from ...worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ..output.masking import masked

@@ -6,7 +6,7 @@ daemon: it delays no end, and the lease that it no longer confirms ends the work
 loop: while that does not turn (`heartbeat`), it is not confirmed.
 
 `PeerLink` asks other nodes' agents who they are, over HTTP, one short-lived thread for each question. What an answer
-means is decided elsewhere (`rendezvous/liveness/failure_detector.py`); here it only becomes a finding. A machine
+means is decided elsewhere (`rendezvous/liveness.py`); here it only becomes a finding. A machine
 refuses when no process listens on the port any more. Everything else that is no proper introduction counts as silence:
 a timeout, a network that cannot be reached, another program's answer.
 """
@@ -33,10 +33,20 @@ from ...rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ...rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
+from ...rendezvous.liveness import Absence, Peer, ProbeResult
+from ...rendezvous.node.transactions import RETRY, RetryPolicy
 from ...rendezvous.records import Endpoint, Introduction
-from ...rendezvous.store.interface import Change, LeaseId, Store, Watch
-from ...rendezvous.store.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
+from ...rendezvous.store.interface import (
+    Answer,
+    Change,
+    Grant,
+    LeaseId,
+    Read,
+    Request,
+    Store,
+    Subscription,
+    Watch,
+)
 from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
 from ...threads import Thread
 from ..common.events import Event, ThreadFailed

@@ -25,10 +25,9 @@ from pathlib import Path
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.messages import Program
 from ...rendezvous.records import WORLD_KEY, Endpoint, Phase, World
-from ...rendezvous.statements.terms import Program
-from ...rendezvous.store.interface import Store
-from ...rendezvous.store.scoped import ScopedStore, run_prefix
+from ...rendezvous.store.interface import ScopedStore, Store, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode

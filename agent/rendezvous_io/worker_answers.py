@@ -23,7 +23,7 @@ from typing import Protocol
 from ...codec import kind_of
 from ...rendezvous.errors import RecordInvalid, StoreError
 from ...rendezvous.node.drain import WHAT_STANDS, Answer, Ask, Beyond, End, GoOn, concerns, judge, written
-from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.node.session import NodeSnapshot
 from ...rendezvous.node.transactions import WriteStop
 from ...rendezvous.records import WORLD_KEY, StopAt, World
 from ...rendezvous.store.interface import Store

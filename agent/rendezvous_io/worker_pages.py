@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...rendezvous.statements.paces import Paces
+from ...health.stragglers import Paces
 from ...worker.wire.shared_progress import (
     ALL_SIGNALLED,
     LEAVES_SIGTERM,

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...health import hang_report
 from ...rendezvous import records
 from ...rendezvous.records import Action, Failure
-from ...rendezvous.statements import inquiry
 from ..common.exits import describe_exit
 from ..configuration.values import UserCause
 from .post_mortem import (
@@ -82,7 +82,7 @@ def _port_taken(worker: PostMortem) -> bool:
 
 
 HANG = Cause(
-    inquiry.HANG,
+    hang_report.HANG,
     Action.RESTART,
     "its stacks are in its log and in the evidence: they say where each thread stood. docs/runbook.md, Evidence, says"
     " how to read them",

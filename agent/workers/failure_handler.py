@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ...health.hang_report import HANG, Inquiry, Suspicion, Urgency
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
-from ...rendezvous.statements.inquiry import HANG, Inquiry, Suspicion, Urgency
 from ..common.events import Event
 from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...rendezvous.coordinator.inquiries import STILL_S
+from ...health.diagnosis import STILL_S
+from ...health.hang_report import Doing, Inquiry, RankState, Testimony, Urgency
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.records import Failure, World
-from ...rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ...rendezvous.text import counted, shortened
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ...health.hang_report import HANG, Testimony, telling
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.node.node_actions import Drain, Testify
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Member, StopAt, World
-from ...rendezvous.statements.inquiry import HANG, Testimony, telling
 from ...threads import Thread
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
 from ..common.events import Event

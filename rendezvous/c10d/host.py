@@ -45,8 +45,7 @@ from ..store.wire import (
     encode_meta,
     encode_reply,
 )
-from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT
-from .queues import META_KEY, REPLY_LIMIT_BYTES, REQUEST_QUEUE, reply_queue
+from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT, META_KEY, REPLY_LIMIT_BYTES, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

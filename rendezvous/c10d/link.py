@@ -36,7 +36,6 @@ from ..store.wire import (
     decode_reply,
     encode_request,
 )
-from .queues import META_KEY, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -219,3 +218,13 @@ def open_link(address: str, port: int, job: str, client: str, number: int) -> Li
         ) from error
     receiving.set_timeout(IDLE_TIMEOUT)
     return Link(sending, receiving, host, client, number)
+
+
+META_KEY = "elastic-agent/meta"
+REQUEST_QUEUE = "elastic-agent/requests"
+REPLY_LIMIT_BYTES = 7 * 1024 * 1024
+"""TCPStore itself cuts the connection above 8 MiB."""
+
+
+def reply_queue(client: str, link: int) -> str:
+    return f"elastic-agent/replies/{client}/{link}"

@@ -37,9 +37,20 @@ from ..errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
-from ..store.requests import Grant, Read
-from ..store.retry_connect import retry_connect
+from ..store.interface import (
+    Change,
+    Compare,
+    Delete,
+    Grant,
+    LeaseId,
+    Outcome,
+    Put,
+    Read,
+    Snapshot,
+    Store,
+    Watch,
+)
+from ..store.store_kind import retry_connect
 from ..store.wire import (
     PARKED_S,
     Call,

@@ -27,8 +27,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..messages import Exclusion
 from ..records import Action, CauseKind, Condition, Failure, NodeRecord, Restarts, World, life_of
-from ..statements.exclusion import Exclusion
 
 EXCEPTION = "exception"
 """The cause of a failure that is known by its exception only."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..messages import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ..records import NodeRecord, World
-from ..statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 
 BY_OPERATOR = "operator"
 """The cause of an exclusion that an operator has asked for."""

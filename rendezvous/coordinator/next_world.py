@@ -13,8 +13,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..liveness import absence
-from ..liveness.lease_validity import may_be_whole
+from ..liveness import may_be_whole, may_still_train, train_until
+from ..messages import Exclusion
 from ..records import (
     MAX_TEXT,
     Cause,
@@ -31,12 +31,10 @@ from ..records import (
     line_up,
     standbys_among,
 )
-from ..statements.exclusion import Exclusion
 from ..text import counted, shortened
 from . import blame
-from .candidates import first_that_fit, last_call_ends, named, newcomers, suffice
+from .candidates import first_that_fit, last_call_ends, named, newcomers, placed, suffice
 from .exclusions import by_operator, exclude, left_out, readmit, settled
-from .placement import placed
 from .restarts import Ended, GiveUp, Retry, after_failure
 from .view import Decision, Policy, Publish, View, Wait
 
@@ -287,8 +285,8 @@ def _wait_for_the_missing(world: World, view: View, policy: Policy, now: float) 
     went_on = policy.store_outage_grace_s and may_be_whole(world)
     if not policy.unleased_s or not (world.was_carried_over or went_on):
         return None  # the store has ended their leases, and nothing but these let them train
-    missing = absence.may_still_train(world, view.nodes, view.evicted)
-    stopped_at = absence.until(
+    missing = may_still_train(world, view.nodes, view.evicted)
+    stopped_at = train_until(
         world,
         missing,
         view.world_since,

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from ..messages import Limits, Program
 from ..records import NodeRecord, World, life_of
-from ..statements.terms import Limits, Program
 from .restarts import RestartPolicy
 
 

@@ -35,10 +35,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import LeaseExpired, StoreClosed, StoreError, StoreRefused, StoreUnavailable
-from .access import EtcdAccess
-from .addresses import Address, Addresses, following
+from .access import Address, Addresses, EtcdAccess, credentials, following, handshake_problem
 from .rpc import load
-from .tls import credentials, handshake_problem
 
 CHANNEL_LIFE_S = 0.25
 """Once every address has failed in turn, a channel is not replaced before this age: gRPC tries it again by itself."""

@@ -55,7 +55,7 @@ from ..store.interface import (
     is_folder,
 )
 from ..store.kv_state import check_size
-from ..store.retry_connect import retry_connect
+from ..store.store_kind import retry_connect
 
 SCHEMA = 2
 """The file's `user_version`."""

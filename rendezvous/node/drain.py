@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..records import STOP_KEY, WORLD_KEY, Phase, StopAt, World
-from ..store.interface import Compare, Entry
-from ..store.requests import Read
-from .snapshot import NodeSnapshot
+from ..store.interface import Compare, Entry, Read
+from .session import NodeSnapshot
 from .transactions import WriteStop
 
 

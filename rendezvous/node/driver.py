@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..liveness.failure_detector import Peer
-from ..store.interface import LeaseId
-from ..store.requests import Request, Subscription
+from ..liveness import Peer
+from ..store.interface import LeaseId, Request, Subscription
 from .node_actions import Action
 from .participant import Participant
 

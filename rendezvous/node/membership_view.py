@@ -10,14 +10,13 @@ the revision at which it was true, and what is known from a later one stands. In
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from ..coordinator.stragglers import Watched, compare, in_force
+from ...health.stragglers import Comparison, Watched, compare
 from ..errors import RecordInvalid, StoreMismatch
-from ..liveness.failure_detector import FailureDetector
+from ..liveness import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
-from ..statements.paces import Comparison
-from ..store.interface import Compare, Entry, Snapshot
-from ..store.requests import Read, Subscription
+from ..store.interface import Compare, Entry, Read, Snapshot, Subscription
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class MembershipView:
     @property
     def comparison(self) -> Comparison | None:
         """The coordinator's comparison of all ranks, for the generation that trains."""
-        return in_force(self.leader_record, self.world)
+        return self.world.comparison_of(self.leader_record) if self.world is not None else None
 
     @property
     def nodes_are_behind(self) -> bool:
@@ -115,7 +114,7 @@ class MembershipView:
         """If this node coordinates, look for stragglers: see `own_comparison`."""
         if self.coordinates and self._compared != (self.world, self.nodes):
             self._compared = self.world, self.nodes
-            self._watched = compare(self._watched, *self._compared)
+            self._watched = compared(self._watched, *self._compared)
 
     @property
     def own_comparison(self) -> Comparison | None:
@@ -191,6 +190,20 @@ class MembershipView:
         before, done = known[1] if known is not None else None, Condition.SUCCEEDED
         if done in record.conditions and not (before and before.has(done, record.generation)):
             self.succeeded_since[record.incarnation] = now
+
+
+def compared(before: Watched, world: World | None, nodes: Sequence[NodeRecord]) -> Watched:
+    if world is None or not world.trains:
+        return Watched()
+    reports = [
+        (node.incarnation, member.first_rank, node.paces)
+        for node in nodes
+        if node.paces is not None
+        and node.paces.generation == world.generation
+        and (member := world.member(node.incarnation)) is not None
+        and len(node.paces.own_us) == member.slots
+    ]
+    return compare(before, world.generation, world.node_of_ranks, reports)
 
 
 def _same_key_life(old: Entry, new: Entry | None) -> bool:

@@ -21,13 +21,15 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from ...health.hang_report import Suspicion, Testimony
+from ...health.stragglers import Paces
 from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from ..liveness.failure_detector import Peer, ProbeResult
-from ..liveness.lease_validity import LeaseValidity
+from ..liveness import LeaseValidity, Peer, ProbeResult
+from ..messages import MAX_EXCLUSION_REASON
 from ..records import (
     MAX_SEEN,
     NODES_PREFIX,
@@ -43,19 +45,34 @@ from ..records import (
     life_of,
     node_key,
 )
-from ..statements.exclusion import MAX_EXCLUSION_REASON
-from ..statements.inquiry import Suspicion, Testimony
-from ..statements.paces import Paces
-from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
-from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
-from .cool_down import CoolDown
+from ..store.interface import (
+    Answer,
+    Change,
+    Compare,
+    Entry,
+    Grant,
+    LeaseId,
+    Outcome,
+    Read,
+    Request,
+    Snapshot,
+    Subscription,
+)
 from .deadlines import Deadlines, LeaveTimes
-from .join_hold import READ_WORLD, JoinHold
 from .membership_view import MembershipView, world_of
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
-from .session import Session, newest
-from .snapshot import NodeSnapshot, snapshot_of
-from .transactions import MOST_EVICTED, Evict, Forget, WriteRecord, WriteWorld
+from .self_checks import READ_WORLD, CoolDown, JoinHold
+from .session import NodeSnapshot, Session, newest, snapshot_of
+from .transactions import (
+    MOST_EVICTED,
+    RETRY,
+    Evict,
+    Forget,
+    PendingRequest,
+    RetryPolicy,
+    WriteRecord,
+    WriteWorld,
+)
 
 log = logging.getLogger(__name__)
 

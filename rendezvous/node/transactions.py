@@ -1,11 +1,12 @@
-"""What a node of a job writes to the store: the transactions of a `Participant`."""
+"""What a node of a job asks of the store: the transactions of a `Participant`, and the one request under way."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from ..records import STOP_KEY, WORLD_KEY, NodeRecord, StopAt, World
-from ..store.interface import Compare, Delete, LeaseId, Put
+from ..store.interface import Compare, Delete, LeaseId, Put, Request
 
 MOST_EVICTED = 32
 """With one write: each costs the store two operations, and a whole rack may be lost at once."""
@@ -88,3 +89,57 @@ class Forget:
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
         return (Delete(self.compare.key),)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """After an unanswered request: full jitter up to a doubling wait; unlimited, the lease decides when to stop."""
+
+    first_wait_s: float = 0.05
+    max_wait_s: float = 1.0
+
+    def wait_s(self, attempt: int, rng: random.Random) -> float:
+        return rng.uniform(0.0, min(self.max_wait_s, self.first_wait_s * 2.0 ** min(attempt, 20)))
+
+
+RETRY = RetryPolicy()
+
+
+class PendingRequest:
+    """The one request under way, if any, and the instant before which there is no other."""
+
+    def __init__(self, retry: RetryPolicy, rng: random.Random, now: float) -> None:
+        self.asked_at = now
+        """When the newest request was made."""
+        self.not_before = now
+        self.failures = 0
+        """Requests in a row that got no answer."""
+        self._retry = retry
+        self._rng = rng
+        self._request: Request | None = None
+
+    def may_ask(self, now: float) -> bool:
+        return self._request is None and now >= self.not_before
+
+    def ask(self, request: Request | None, now: float) -> Request | None:
+        self._request, self.asked_at = request, now
+        return request
+
+    def ended(self, request: Request) -> bool:
+        """There is an answer, or none will come. False for an older request, of which nothing counts any more."""
+        if request is not self._request:
+            return False
+        self._request = None
+        return True
+
+    def retry_later(self, now: float) -> None:
+        """There was no answer."""
+        self.not_before = now + self._retry.wait_s(self.failures, self._rng)
+        self.failures += 1
+
+    def pause(self, now: float) -> None:
+        """Ask again a little later."""
+        self.not_before = now + self._retry.max_wait_s / 4
+
+    def forget(self) -> None:
+        self._request = None

@@ -10,15 +10,18 @@ with it. So a question about `nodes/n1` does not include `nodes/n10`.
 
 A store is used by several threads at once; each call blocks until it has an answer or raises
 `StoreUnavailable` within the store's own request timeout. Watches block in a thread of their own.
+
+What is asked is data, too (`Request`): the node's part of a protocol makes a request, its driver carries it out. One is
+distinguished from a later equal one by identity.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Annotated, Protocol, TypeAlias
 
-from ...codec import Count
+from ...codec import Count, Within
 
 LeaseId: TypeAlias = Count
 Revision: TypeAlias = Count
@@ -148,3 +151,101 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the store; leases are not revoked. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ttl_s: Annotated[float, Within(0, 86400, above=True)]
+    """Infinite only in a store that no other process shares (`StoreKind.life_s`), and so never on a wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    scopes: tuple[str, ...]
+    oldest_under: str | None = None
+
+
+class Transaction(Protocol):
+    """All `writes` if every compare holds, else nothing."""
+
+    @property
+    def compares(self) -> tuple[Compare, ...]: ...
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]: ...
+
+
+Request: TypeAlias = Grant | Read | Transaction
+Answer: TypeAlias = LeaseId | Snapshot | Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """The watch that this node needs now."""
+
+    scopes: tuple[str, ...]
+    after_revision: int
+
+
+RUNS_PREFIX = "runs/"
+
+
+def run_prefix(job: str) -> str:
+    """Of the keys that the agents of a job have in the pool's store: those of a rendezvous of its own."""
+    return f"{RUNS_PREFIX}{job}/"
+
+
+class ScopedStore(Store):
+    """`store` is closed with it."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        """`prefix` ends in a slash."""
+        self._store, self._prefix = store, prefix
+
+    def grant(self, ttl_s: float) -> LeaseId:
+        return self._store.grant(ttl_s)
+
+    def keep_alive(self, lease: LeaseId) -> None:
+        self._store.keep_alive(lease)
+
+    def revoke(self, lease: LeaseId) -> None:
+        self._store.revoke(lease)
+
+    def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
+        outcome = self._store.transact(
+            tuple(replace(one, key=self._prefix + one.key) for one in compares),
+            tuple(replace(one, key=self._prefix + one.key) for one in writes),
+        )
+        return replace(outcome, entries=tuple(one and self._own(one) for one in outcome.entries))
+
+    def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        under = None if oldest_under is None else self._prefix + oldest_under
+        snapshot = self._store.read(self._whole(scopes), under)
+        return replace(snapshot, entries=tuple(map(self._own, snapshot.entries)))
+
+    def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
+        return _ScopedWatch(self._store.watch(self._whole(scopes), after_revision), self._prefix)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _whole(self, scopes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(self._prefix + scope for scope in scopes)
+
+    def _own(self, entry: Entry) -> Entry:
+        return replace(entry, key=entry.key.removeprefix(self._prefix))
+
+
+class _ScopedWatch(Watch):
+    def __init__(self, watch: Watch, prefix: str) -> None:
+        self._watch, self._prefix = watch, prefix
+
+    def next(self, timeout_s: float) -> tuple[Change, ...]:
+        return tuple(map(self._own, self._watch.next(timeout_s)))
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _own(self, change: Change) -> Change:
+        key = change.key.removeprefix(self._prefix)
+        return replace(change, key=key, entry=change.entry and replace(change.entry, key=key))

@@ -1,17 +1,22 @@
 """What the rest of the program needs to know of one kind of store before a store of that kind is opened.
 
 Plain data, cheap to import: torch and gRPC take seconds and tens of megabytes, so a kind imports its store when one is
-opened, and not earlier.
+opened, and not earlier. And `retry_connect`, since the store may not be there yet: other nodes, or people, may only be
+about to start it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import random
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import StoreRefused, StoreUnavailable
 from ..records import Endpoint, World
 from .interface import Store
 
@@ -114,3 +119,28 @@ class StoreKind:
 
     def __str__(self) -> str:
         return self.name
+
+
+PAUSE_S = 0.25
+"""Between two tries, drawn from zero to this: all nodes of a job start together."""
+
+log = logging.getLogger(__name__)
+
+
+def retry_connect(try_once: Callable[[], object], deadline: float, rng: random.Random) -> None:
+    """Returns as soon as `try_once` does. Raises its StoreUnavailable at the deadline, and other errors at once."""
+    logged = ""
+    while True:
+        try:
+            try_once()
+            return
+        except StoreRefused:
+            raise
+        except StoreUnavailable as error:
+            if str(error) != logged:
+                logged = str(error)
+                log.info("no rendezvous store yet: %s", logged)
+            pause_s = rng.uniform(0.0, PAUSE_S)
+            if time.monotonic() + pause_s >= deadline:
+                raise
+            time.sleep(pause_s)

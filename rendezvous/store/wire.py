@@ -17,8 +17,7 @@ from typing import Annotated, Any, TypeAlias
 
 from ...codec import Codec, Count, Invalid, Text, from_plain, load_object, plain, shown
 from ..errors import Compacted, LeaseExpired, StoreClosed, StoreError, StoreUnavailable
-from .interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot, Store
-from .requests import Grant, Read
+from .interface import Change, Compare, Delete, Grant, LeaseId, Outcome, Put, Read, Revision, Snapshot, Store
 
 SCHEMA = 3
 _PROGRAM = "elastic-agent"

@@ -26,13 +26,11 @@ from elastic_agent.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
-from elastic_agent.rendezvous.etcd.addresses import Address
+from elastic_agent.rendezvous.etcd.access import Address, EtcdAccess, handshake_problem
 from elastic_agent.rendezvous.etcd.channel import TXN, Channel
 from elastic_agent.rendezvous.etcd.store import EtcdStore
-from elastic_agent.rendezvous.etcd.tls import handshake_problem
-from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Put, Watch
-from elastic_agent.rendezvous.store.requests import RETRY, Subscription
+from elastic_agent.rendezvous.node.transactions import RETRY
+from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Put, Subscription, Watch
 from elastic_agent.rendezvous.store.store_kind import Login, Tls
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
 from tests.recorder import Recorder

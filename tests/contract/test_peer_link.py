@@ -14,7 +14,7 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.store_link import MAX_ANSWER_BYTES, PeerLink, find
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
+from elastic_agent.rendezvous.liveness import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
 
 PATIENCE_S = 20.0

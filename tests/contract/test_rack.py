@@ -22,8 +22,7 @@ from elastic_agent.rendezvous.records import (
     line_up,
     node_key,
 )
-from elastic_agent.rendezvous.store.interface import Put
-from elastic_agent.rendezvous.store.requests import Grant, Read, Request
+from elastic_agent.rendezvous.store.interface import Grant, Put, Read, Request
 from tests.etcd_servers import EtcdCluster
 from tests.policies import PLAIN_POLICY
 

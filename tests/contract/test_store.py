@@ -27,12 +27,12 @@ from elastic_agent.rendezvous.store.interface import (
     Entry,
     Outcome,
     Put,
+    ScopedStore,
     Store,
     Watch,
 )
 from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
 from elastic_agent.rendezvous.store.memory import MEMORY, MemoryStore
-from elastic_agent.rendezvous.store.scoped import ScopedStore
 from tests.etcd_servers import EtcdCluster
 
 PATIENCE_S = 20.0

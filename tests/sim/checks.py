@@ -6,11 +6,11 @@ from collections import Counter, deque
 from dataclasses import replace
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.rendezvous.coordinator.inquiries import LONG_WAIT_S
+from elastic_agent.health.diagnosis import LONG_WAIT_S
+from elastic_agent.health.hang_report import HANG, Doing
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
-from elastic_agent.rendezvous.statements.inquiry import HANG, Doing
 from elastic_agent.rendezvous.store.interface import LeaseId
 
 from .node import LEASE_TTL_S, STOPS_IN_S, SimNode

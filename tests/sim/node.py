@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
 from elastic_agent.agent.workers.hangs.detector import Durations, HangDetector
+from elastic_agent.health.hang_report import Doing, RankState, Suspicion, Testimony, Urgency
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
-from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.liveness import LEASE_MARGIN, Absence, Peer, ProbeResult
 from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import (
@@ -36,9 +36,15 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     StopAt,
 )
-from elastic_agent.rendezvous.statements.inquiry import Doing, RankState, Suspicion, Testimony, Urgency
-from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Snapshot
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Request, Subscription
+from elastic_agent.rendezvous.store.interface import (
+    Answer,
+    Compare,
+    Grant,
+    LeaseId,
+    Request,
+    Snapshot,
+    Subscription,
+)
 
 from .training import CHECKPOINT_KEY, STRANDED_S, Worker
 

@@ -45,9 +45,17 @@ from elastic_agent.pool.records import (
 )
 from elastic_agent.pool.schedule import MOST_ATTEMPTS, Decision, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
-from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Put
+from elastic_agent.rendezvous.store.interface import (
+    Answer,
+    Compare,
+    Grant,
+    LeaseId,
+    Put,
+    Read,
+    Request,
+    Subscription,
+)
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription
 
 from .checks import PromiseBroken
 

@@ -12,6 +12,7 @@ from elastic_agent.agent.commands.control import JobStore
 from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
+from elastic_agent.rendezvous.messages import Recheck
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -23,7 +24,6 @@ from elastic_agent.rendezvous.records import (
     life_of,
     node_key,
 )
-from elastic_agent.rendezvous.statements.exclusion import Recheck
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.policies import PLAIN_POLICY
 

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from elastic_agent.health.hang_report import ANSWER_S, Doing
 from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
@@ -34,10 +35,8 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.statements.inquiry import ANSWER_S, Doing
-from elastic_agent.rendezvous.store.interface import Compare, Put
+from elastic_agent.rendezvous.store.interface import Answer, Compare, Grant, Put, Read, Request
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request
 from tests.policies import PLAIN_POLICY
 
 from .checks import AFTERMATH_S, OVERLAP_HOSTED_S, OVERLAP_S, Checks

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from elastic_agent.health.hang_report import Doing
 from elastic_agent.rendezvous.node.drain import (
     WHAT_STANDS,
     Answer,
@@ -25,10 +26,9 @@ from elastic_agent.rendezvous.node.drain import (
     judge,
     written,
 )
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.node.transactions import WriteStop
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, World
-from elastic_agent.rendezvous.statements.inquiry import Doing
 from elastic_agent.rendezvous.store.interface import Compare, Entry, Outcome, Snapshot
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import pytest
 
 from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFacts, look_at
 from elastic_agent.agent.workers.hangs.testimony import rank_state
-from elastic_agent.rendezvous.coordinator.verdict import verdict
+from elastic_agent.health.diagnosis import verdict
+from elastic_agent.health.hang_report import Doing, Finding, RankState
+from elastic_agent.health.hang_report import Testimony as Answer
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, RankState
-from elastic_agent.rendezvous.statements.inquiry import Testimony as Answer
 
 HERE = Path(__file__).parent
 RANKS = 3
@@ -177,7 +177,7 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
         pytest.skip("this user may not mount a file system")
     hang = hangs[kind]
     assert hang.settled, hang.seen
-    found = verdict([Answer(1, 1, (state,)) for state in hang.states], WORLD)
+    found = verdict([Answer(1, 1, (state,)) for state in hang.states], WORLD.node_of_ranks)
     assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
     works = KINDS[kind] is Doing.WORKS  # as far as can be seen
     assert found.finding in ((Finding.HEALTHY,) if works else (Finding.LIKELY, Finding.CERTAIN))
@@ -192,14 +192,14 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
     targets = [replace(target, stacks=None) for target in hangs[kind].targets]
     seen = _look(targets)
     states = [rank_state(facts) for facts in seen]
-    found = verdict([Answer(1, 1, (state,)) for state in states], WORLD)
+    found = verdict([Answer(1, 1, (state,)) for state in states], WORLD.node_of_ranks)
     assert (found.finding, found.rank, states[CULPRIT].doing) == (Finding.LIKELY, CULPRIT, Doing.WAITS), seen
 
 
 def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
     targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
     seen = _look(targets)
-    found = verdict([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD)
+    found = verdict([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None), seen
 
 

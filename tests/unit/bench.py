@@ -11,9 +11,11 @@ from dataclasses import replace
 
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.liveness.failure_detector import Peer as PeerAddress
+from elastic_agent.rendezvous.liveness import Peer as PeerAddress
+from elastic_agent.rendezvous.messages import Program
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.transactions import RetryPolicy
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
@@ -22,10 +24,17 @@ from elastic_agent.rendezvous.records import (
     Phase,
     World,
 )
-from elastic_agent.rendezvous.statements.terms import Program
-from elastic_agent.rendezvous.store.interface import Delete, Entry, Put
+from elastic_agent.rendezvous.store.interface import (
+    Answer,
+    Delete,
+    Entry,
+    Grant,
+    Put,
+    Read,
+    Request,
+    Subscription,
+)
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, RetryPolicy, Subscription
 from tests.policies import PLAIN_POLICY
 
 TTL_S = 5.0

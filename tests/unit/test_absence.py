@@ -8,6 +8,7 @@ import pytest
 
 from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.view import Publish
+from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.records import (
     BadState,
     Cause,
@@ -19,7 +20,6 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     World,
 )
-from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.store.kv_state import KvState
 
 from .bench import POLICY as BENCH_POLICY

@@ -59,18 +59,16 @@ worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/
     worker/storage/disk worker/storage/disk/sharded worker/storage/replication worker/checkpointing/loading \
     worker/checkpointing/saving worker/checkpointing/sharded
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
-health/checks:
-health: health/checks
 rendezvous/text:
-rendezvous/statements: rendezvous/text
-rendezvous: rendezvous/text rendezvous/statements
-rendezvous/liveness: rendezvous
+health/checks:
+health: health/checks rendezvous/text
+rendezvous: rendezvous/text health
 rendezvous/store: rendezvous
 rendezvous/c10d: rendezvous rendezvous/store
 rendezvous/etcd: rendezvous rendezvous/store
 rendezvous/local: rendezvous rendezvous/store
-rendezvous/coordinator: rendezvous/text rendezvous/statements rendezvous rendezvous/liveness
-rendezvous/node: rendezvous/statements rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
+rendezvous/coordinator: rendezvous/text health rendezvous
+rendezvous/node: health rendezvous rendezvous/store rendezvous/coordinator
 common:
 output: common
 configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common

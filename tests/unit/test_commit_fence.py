@@ -10,7 +10,7 @@ import pytest
 
 from elastic_agent.agent.rendezvous_io.worker_answers import LONGEST_GRANT_S, CommitFence, judge_commit
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,

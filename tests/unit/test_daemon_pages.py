@@ -24,10 +24,9 @@ from elastic_agent.pool.records import (
     Seat,
 )
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
-from elastic_agent.rendezvous.store.interface import Entry, Put
+from elastic_agent.rendezvous.store.interface import Entry, Put, run_prefix
 from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.rendezvous.store.scoped import run_prefix
 
 NOW = 100.0
 IDLE = DaemonSnapshot(NOW - 0.5, True, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))

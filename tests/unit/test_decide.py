@@ -16,6 +16,14 @@ from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
 from elastic_agent.rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out, readmit
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View, Wait
+from elastic_agent.rendezvous.messages import (
+    MAX_EXCLUSION_REASON,
+    MAX_EXCLUSIONS,
+    Exclusion,
+    Limits,
+    Program,
+    Recheck,
+)
 from elastic_agent.rendezvous.node.node_actions import (
     Action,
     Drain,
@@ -50,13 +58,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.statements.exclusion import (
-    MAX_EXCLUSION_REASON,
-    MAX_EXCLUSIONS,
-    Exclusion,
-    Recheck,
-)
-from elastic_agent.rendezvous.statements.terms import Limits, Program
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, min_nodes=2, max_nodes=3)

@@ -18,7 +18,7 @@ from elastic_agent.rendezvous.node.drain import (
     stranded,
     written,
 )
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.node.transactions import WriteStop
 from elastic_agent.rendezvous.records import (
     STOP_KEY,

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
-from elastic_agent.rendezvous.etcd.addresses import Address, Addresses, following
+from elastic_agent.rendezvous.etcd.access import Address, Addresses, EtcdAccess, following
 from elastic_agent.rendezvous.etcd.channel import Session, Verdict, classify
 from elastic_agent.rendezvous.store.store_kind import Login
 

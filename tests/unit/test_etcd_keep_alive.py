@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
-from elastic_agent.rendezvous.etcd.addresses import Address
+from elastic_agent.rendezvous.etcd.access import Address, EtcdAccess
 from elastic_agent.rendezvous.etcd.channel import LEASE_KEEP_ALIVE, TXN, Connection, History, Seen
 
 TIMEOUT_S = 60.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.liveness.failure_detector import (
+from elastic_agent.rendezvous.liveness import (
     ASK_AFTER_S,
     ASK_AGAIN_S,
     ASK_IN_TURN_S,
@@ -29,7 +29,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.store.requests import Read
+from elastic_agent.rendezvous.store.interface import Read
 
 from .bench import POLICY, TICK_S, Bench, Peer
 from .test_decide import stopping

@@ -21,7 +21,7 @@ from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFac
 from elastic_agent.agent.workers.hangs.flight_records import FlightRecords
 from elastic_agent.agent.workers.hangs.keeper import MOST_LOOKS, EvidenceKeeper, Look
 from elastic_agent.agent.workers.processes.proc import stat_of
-from elastic_agent.rendezvous.statements.inquiry import Doing, InGroup, Recorded
+from elastic_agent.health.hang_report import Doing, InGroup, Recorded
 from elastic_agent.threads import Thread
 
 SECRET = "s3cr3t-canary"

@@ -10,6 +10,7 @@ from elastic_agent.agent.commands import control
 from elastic_agent.agent.commands.control import JobStore, read_reason
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.messages import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -21,7 +22,6 @@ from elastic_agent.rendezvous.records import (
     line_up,
     node_key,
 )
-from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench

@@ -24,7 +24,7 @@ from elastic_agent.agent.workers.hangs.flight_records import (
     read_pickle,
 )
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.statements.inquiry import MAX_GROUPS, InGroup, Recorded
+from elastic_agent.health.hang_report import MAX_GROUPS, InGroup, Recorded
 
 WORLD = "0", "default_pg"
 TENSOR_PARALLEL = "1", "undefined"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.checkpoints.handover import Others, Peer, others, tasks, waits_for
+from elastic_agent.rendezvous.messages import Exclusion, Limits
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -17,8 +18,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.statements.exclusion import Exclusion
-from elastic_agent.rendezvous.statements.terms import Limits
 from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 

@@ -18,7 +18,7 @@ from elastic_agent.agent.workers.hangs.detector import (
     Stall,
     ends_alone,
 )
-from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
+from elastic_agent.health.hang_report import Finding, Inquiry, Urgency
 
 EARLY, OVERDUE, LAST = Urgency
 

@@ -7,22 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.decide import decide
-from elastic_agent.rendezvous.coordinator.inquiries import (
-    FIRST_PAUSE_S,
-    LONG_WAIT_S,
-    LONGEST_PAUSE_S,
-    STILL_S,
-    all_go_on,
-    asks_at,
-    ends,
-    weighed,
-)
-from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
-from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
-from elastic_agent.rendezvous.node.node_actions import Testify as Answer
-from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
-from elastic_agent.rendezvous.statements.inquiry import (
+from elastic_agent.health.diagnosis import LONG_WAIT_S, STILL_S, all_go_on, ends, weighed
+from elastic_agent.health.hang_report import (
     ANSWER_S,
     MAX_GROUPS,
     MAX_RANKS,
@@ -37,7 +23,17 @@ from elastic_agent.rendezvous.statements.inquiry import (
     Verdict,
     telling,
 )
-from elastic_agent.rendezvous.statements.inquiry import Testimony as Said
+from elastic_agent.health.hang_report import Testimony as Said
+from elastic_agent.rendezvous.coordinator.decide import decide
+from elastic_agent.rendezvous.coordinator.inquiries import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    asks_at,
+)
+from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
+from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
+from elastic_agent.rendezvous.node.node_actions import Testify as Answer
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from tests.policies import PLAIN_POLICY
 
 NOW = 100.0

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_agent.rendezvous.node.node_actions import Refusal, Stay
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, Result
-from elastic_agent.rendezvous.store.requests import Grant, Read
+from elastic_agent.rendezvous.store.interface import Grant, Read
 
 from .bench import ALONE, POLICY, TICK_S, Bench, Peer
 

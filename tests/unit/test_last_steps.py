@@ -14,7 +14,7 @@ from elastic_agent.agent.rendezvous_io import worker_answers
 from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.drain import Ask, Beyond, End, GoOn
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     STOP_KEY,
     WORLD_KEY,

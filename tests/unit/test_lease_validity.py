@@ -7,14 +7,17 @@ import math
 
 import pytest
 
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, FailureDetector, Peer, ProbeResult
-from elastic_agent.rendezvous.liveness.lease_validity import (
+from elastic_agent.rendezvous.liveness import (
     BACK_MARGIN,
     LEASE_MARGIN,
     MOST_MEMBERS,
     QUIET_MARGIN,
     WHOLE_FRESH_S,
+    Absence,
+    FailureDetector,
     LeaseValidity,
+    Peer,
+    ProbeResult,
 )
 from elastic_agent.rendezvous.records import (
     Cause,

@@ -29,7 +29,7 @@ from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
-from elastic_agent.rendezvous.liveness.failure_detector import Peer
+from elastic_agent.rendezvous.liveness import Peer
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
@@ -43,9 +43,8 @@ from elastic_agent.rendezvous.records import (
     World,
     drain_key,
 )
-from elastic_agent.rendezvous.store.interface import LeaseId, Put
+from elastic_agent.rendezvous.store.interface import Answer, Grant, LeaseId, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, last_call_s=0.0)

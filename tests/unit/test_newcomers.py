@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
-from elastic_agent.rendezvous.node.cool_down import STANDSTILL_S
+from elastic_agent.rendezvous.messages import Limits, Program, Recheck, differences
 from elastic_agent.rendezvous.node.node_actions import Refusal
+from elastic_agent.rendezvous.node.self_checks import STANDSTILL_S
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -20,8 +21,6 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
-from elastic_agent.rendezvous.statements.exclusion import Recheck
-from elastic_agent.rendezvous.statements.terms import Limits, Program, differences
 
 from .bench import POLICY, TTL_S, Bench, Peer
 
@@ -99,7 +98,7 @@ def test_a_node_with_another_script_leaves_before_it_is_in_any_world(bench: Benc
 def test_a_node_that_judges_by_other_times_leaves_before_it_is_in_any_world(
     bench: Bench, odd: Program, said: str
 ) -> None:
-    """Of one with a longer lease its peers would say that it has lost the store (`lease_validity`)."""
+    """Of one with a longer lease its peers would say that it has lost the store (`liveness`)."""
     bench.join("a", program=OURS)
     bench.join("b", program=OURS)
     bench.settle()

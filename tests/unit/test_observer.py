@@ -13,8 +13,11 @@ from elastic_agent.agent.observability.status import STATUS_PAGE, NodeState
 from elastic_agent.agent.observability.training_account import Activity, TrainingEvent
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
+from elastic_agent.health.hang_report import Finding, Inquiry
 from elastic_agent.health.metrics import Build, Metrics
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.health.stragglers import Comparison, Straggler
+from elastic_agent.rendezvous.messages import Exclusion
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -25,9 +28,6 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
-from elastic_agent.rendezvous.statements.exclusion import Exclusion
-from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry
-from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
 from elastic_agent.worker.wire.messages import SaveReport
 from elastic_agent.worker.wire.shared_progress import Reading
 

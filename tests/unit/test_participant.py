@@ -13,11 +13,11 @@ import pytest
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
+from elastic_agent.rendezvous.liveness import LEASE_MARGIN
 from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S, LINGER_S
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
-from elastic_agent.rendezvous.node.transactions import Forget, WriteRecord, WriteWorld
+from elastic_agent.rendezvous.node.transactions import Forget, RetryPolicy, WriteRecord, WriteWorld
 from elastic_agent.rendezvous.records import (
     MAX_SEEN,
     NODES_PREFIX,
@@ -33,9 +33,8 @@ from elastic_agent.rendezvous.records import (
     Result,
     node_key,
 )
-from elastic_agent.rendezvous.store.interface import Change, Outcome
+from elastic_agent.rendezvous.store.interface import Change, Grant, Outcome, Read, Request
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Grant, Read, Request, RetryPolicy
 
 from .bench import ALONE, POLICY, TICK_S, TTL_S, Bench, Peer
 

@@ -25,9 +25,8 @@ from elastic_agent.pool.records import (
 )
 from elastic_agent.pool.schedule import REFUSAL_S
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.store.interface import Put
+from elastic_agent.rendezvous.store.interface import Answer, Grant, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
-from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, Subscription
 
 TTL_S = 5.0
 WALL = 1.0e9

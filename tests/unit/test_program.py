@@ -9,7 +9,7 @@ import pytest
 from elastic_agent.agent.configuration.derive import resolve
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.rendezvous_io.store_opening import program_of
-from elastic_agent.rendezvous.statements.terms import Program
+from elastic_agent.rendezvous.messages import Program
 
 
 def program(*words: str) -> Program:

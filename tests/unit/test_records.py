@@ -15,7 +15,20 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.parse import MOST_NODES
 from elastic_agent.codec import Invalid
+from elastic_agent.health.hang_report import (
+    Doing,
+    Finding,
+    InGroup,
+    Inquiry,
+    RankState,
+    Recorded,
+    Suspicion,
+    Urgency,
+)
+from elastic_agent.health.hang_report import Testimony as Said
+from elastic_agent.health.stragglers import Comparison, Paces, Straggler
 from elastic_agent.rendezvous.errors import RecordInvalid
+from elastic_agent.rendezvous.messages import Exclusion, Limits, Program, Recheck
 from elastic_agent.rendezvous.records import (
     MAX_EXCEPTION,
     MAX_LOG_LINE,
@@ -48,20 +61,6 @@ from elastic_agent.rendezvous.records import (
     node_key,
     row_bytes,
 )
-from elastic_agent.rendezvous.statements.exclusion import Exclusion, Recheck
-from elastic_agent.rendezvous.statements.inquiry import (
-    Doing,
-    Finding,
-    InGroup,
-    Inquiry,
-    RankState,
-    Recorded,
-    Suspicion,
-    Urgency,
-)
-from elastic_agent.rendezvous.statements.inquiry import Testimony as Said
-from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
-from elastic_agent.rendezvous.statements.terms import Limits, Program
 from elastic_agent.rendezvous.text import CAUSE, clean
 
 FAILURE = Failure(

@@ -27,7 +27,9 @@ from elastic_agent.agent.observability.status import (
 from elastic_agent.codec import Invalid
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.metrics import Build, Metrics
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.health.stragglers import Comparison, Paces, Straggler
+from elastic_agent.rendezvous.messages import MAX_EXCLUSION_REASON, Exclusion
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     MAX_TEXT,
     Cause,
@@ -42,8 +44,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, Exclusion
-from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 from elastic_agent.worker.wire.messages import LoadReport, SaveReport
 
 STATUS = NodeStatus(

@@ -14,6 +14,8 @@ from elastic_agent.agent.observability.job_report import JobReport, as_json, rep
 from elastic_agent.agent.observability.sources import Found, NodeAnswer, Unreachable
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeStatus
 from elastic_agent.health.checks.finding import Finding, Outcome
+from elastic_agent.health.stragglers import Comparison, Straggler
+from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -27,8 +29,6 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.statements.exclusion import Exclusion
-from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
 
 from .test_status_pages import FAILURE, STATUS, WORLD
 

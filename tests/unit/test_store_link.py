@@ -15,9 +15,8 @@ from elastic_agent import threads
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.store_link import KEEP_ALIVES_PER_TTL, StoreLink
 from elastic_agent.rendezvous.errors import StoreError, StoreMismatch, StoreUnavailable
-from elastic_agent.rendezvous.store.interface import LeaseId, Snapshot, Watch
+from elastic_agent.rendezvous.store.interface import LeaseId, Read, Snapshot, Subscription, Watch
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.rendezvous.store.requests import Read, Subscription
 from tests.recorder import Recorder
 
 PATIENCE_S = 20.0

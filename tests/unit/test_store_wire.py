@@ -9,8 +9,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
-from elastic_agent.rendezvous.store.requests import Grant, Read
+from elastic_agent.rendezvous.store.interface import (
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    Grant,
+    Outcome,
+    Put,
+    Read,
+    Snapshot,
+)
 from elastic_agent.rendezvous.store.wire import (
     SCHEMA,
     Call,

@@ -12,9 +12,9 @@ import pytest
 
 from elastic_agent.agent.main.loop import HEARTBEAT_S
 from elastic_agent.agent.rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from elastic_agent.rendezvous.coordinator.stragglers import Watched, compare
+from elastic_agent.health.stragglers import Paces, Watched
+from elastic_agent.rendezvous.node.membership_view import compared as compare
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
-from elastic_agent.rendezvous.statements.paces import Paces
 from elastic_agent.worker.wire.shared_progress import KEPT_TIMES, OWN_COUNT, OWN_TIMES, STEP, STEPPED_AT
 
 from .bench import Bench, Peer

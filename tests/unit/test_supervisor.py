@@ -15,10 +15,10 @@ from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.journal import Kind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
 from elastic_agent.agent.workers.hangs.detector import VERDICT_S
+from elastic_agent.health.hang_report import Finding, Inquiry, Urgency
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.rendezvous.records import Action, Failure, Phase
-from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM

@@ -19,7 +19,7 @@ from elastic_agent.agent.workers.hangs.facts import (
     WorkerFacts,
 )
 from elastic_agent.agent.workers.hangs.testimony import rank_state
-from elastic_agent.rendezvous.statements.inquiry import MAX_WHERE, Doing
+from elastic_agent.health.hang_report import MAX_WHERE, Doing
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 MODULE = Frame("/job/train.py", 40, "<module>")

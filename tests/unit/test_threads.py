@@ -22,9 +22,9 @@ from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks, _LentLoc
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.etcd.addresses import Addresses
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.etcd.access import Addresses
+from elastic_agent.rendezvous.liveness import Absence, Peer
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.threads import Thread, listen

@@ -7,10 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.verdict import NEVER, RECORDED_STILL_S, verdict
+from elastic_agent.health.diagnosis import NEVER, RECORDED_STILL_S, verdict
+from elastic_agent.health.hang_report import Doing, Finding, InGroup, RankState, Recorded
+from elastic_agent.health.hang_report import Testimony as Answer
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, InGroup, RankState, Recorded
-from elastic_agent.rendezvous.statements.inquiry import Testimony as Answer
 
 MEMBERS = tuple(Member(f"n{place}", f"i{place}", 2, 2 * place) for place in range(3))
 WORLD = World("job", 3, Phase.RUNNING, MEMBERS, Endpoint("127.0.0.1", 1), Cause(CauseKind.START))
@@ -33,7 +33,7 @@ ALONE = [doing for doing in Doing if doing not in (Doing.IN_COLLECTIVE, Doing.WO
 @pytest.mark.parametrize("doing", ALONE)
 @pytest.mark.parametrize("rank", range(6))
 def test_the_one_that_does_something_else_is_named_with_its_node(doing: Doing, rank: int) -> None:
-    found = verdict(said(*waiting(rank), RankState(rank, doing, where="here")), WORLD)
+    found = verdict(said(*waiting(rank), RankState(rank, doing, where="here")), WORLD.node_of_ranks)
     assert (found.rank, found.node) == (rank, f"n{rank // 2}")
     assert found.finding is (Finding.CERTAIN if doing in NEVER else Finding.LIKELY)
     assert f"rank {rank} on node n{rank // 2}" in found.why
@@ -42,22 +42,24 @@ def test_the_one_that_does_something_else_is_named_with_its_node(doing: Doing, r
 
 def test_who_is_at_work_may_come_by_itself() -> None:
     moves = RankState(2, Doing.WORKS)
-    found = verdict(said(*waiting(2), moves), WORLD)
+    found = verdict(said(*waiting(2), moves), WORLD.node_of_ranks)
     assert (found.finding, found.rank, found.node) == (Finding.HEALTHY, 2, "n1")
     assert "rank 2 on node n1 is at work, while 5 ranks wait in all_reduce" in found.why
-    found = verdict(said(*waiting(2, 4), moves, replace(moves, rank=4)), WORLD)
+    found = verdict(said(*waiting(2, 4), moves, replace(moves, rank=4)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.HEALTHY, None)
 
 
 def test_beside_one_at_work_one_that_never_goes_on_is_named() -> None:
     states = [*waiting(2, 4), RankState(2, Doing.WORKS), RankState(4, Doing.STOPPED)]
-    assert verdict(said(*states), WORLD).rank == 4
+    assert verdict(said(*states), WORLD.node_of_ranks).rank == 4
 
 
 def test_the_most_certain_is_named_and_of_equals_who_is_behind() -> None:
     asleep, saving = RankState(1, Doing.WAITS, 7), RankState(2, Doing.IN_SAVE, 7)
-    assert verdict(said(*waiting(1, 2), asleep, saving), WORLD).rank == 2
-    assert verdict(said(*waiting(1, 2), asleep, replace(asleep, rank=2, step=6)), WORLD).rank == 2
+    assert verdict(said(*waiting(1, 2), asleep, saving), WORLD.node_of_ranks).rank == 2
+    assert (
+        verdict(said(*waiting(1, 2), asleep, replace(asleep, rank=2, step=6)), WORLD.node_of_ranks).rank == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_the_most_certain_is_named_and_of_equals_who_is_behind() -> None:
     ],
 )
 def test_the_one_in_another_collective_does_not_come(other: RankState) -> None:
-    found = verdict(said(*waiting(3), replace(other, rank=3)), WORLD)
+    found = verdict(said(*waiting(3), replace(other, rank=3)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
@@ -76,25 +78,27 @@ def test_the_one_in_another_collective_does_not_come(other: RankState) -> None:
 def test_two_that_may_still_exchange_bytes_are_named_but_in_doubt(pair: tuple[str, str]) -> None:
     """Over a slow network; the others are in a barrier already."""
     two = [replace(REDUCE, rank=rank, collective=name) for rank, name in enumerate(pair)]
-    found = verdict(said(*two, *waiting(0, 1)), WORLD)
+    found = verdict(said(*two, *waiting(0, 1)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.DOUBTFUL, 0)
 
 
 def test_the_same_collective_called_from_another_line_is_a_hint() -> None:
-    found = verdict(said(*waiting(3), replace(REDUCE, rank=3, where="train.py:30 in end")), WORLD)
+    found = verdict(
+        said(*waiting(3), replace(REDUCE, rank=3, where="train.py:30 in end")), WORLD.node_of_ranks
+    )
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
 def test_the_one_that_is_steps_behind_is_a_hint() -> None:
-    found = verdict(said(*waiting(3), replace(REDUCE, rank=3, step=6)), WORLD)
+    found = verdict(said(*waiting(3), replace(REDUCE, rank=3, step=6)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
 def test_an_even_split_names_nobody_but_by_steps() -> None:
     world = replace(WORLD, members=MEMBERS[:1])
     one, other = replace(REDUCE, collective="broadcast"), replace(REDUCE, rank=1)
-    assert verdict(said(one, other), world).finding is Finding.UNCLEAR
-    assert verdict(said(replace(one, step=6), other), world).rank == 0
+    assert verdict(said(one, other), world.node_of_ranks).finding is Finding.UNCLEAR
+    assert verdict(said(replace(one, step=6), other), world.node_of_ranks).rank == 0
 
 
 UNTOLD = replace(REDUCE, collective="", where="thread 9 (python) is in state S")
@@ -103,49 +107,49 @@ UNTOLD = replace(REDUCE, collective="", where="thread 9 (python) is in state S")
 
 def test_among_ranks_that_most_likely_wait_one_that_sleeps_is_named_and_none_for_where_it_waits() -> None:
     untold = [replace(UNTOLD, rank=rank, where=f"thread {rank}") for rank in range(6)]
-    found = verdict(said(*untold[1:], RankState(0, Doing.WAITS)), WORLD)
+    found = verdict(said(*untold[1:], RankState(0, Doing.WAITS)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 0)
     assert "5 ranks wait in a collective" in found.why
-    assert verdict(said(*untold), WORLD).finding is Finding.UNCLEAR
-    assert verdict(said(*untold[:3], *waiting(0, 1, 2)), WORLD).finding is Finding.UNCLEAR
+    assert verdict(said(*untold), WORLD.node_of_ranks).finding is Finding.UNCLEAR
+    assert verdict(said(*untold[:3], *waiting(0, 1, 2)), WORLD.node_of_ranks).finding is Finding.UNCLEAR
     other = replace(REDUCE, rank=5, collective="broadcast")
-    found = verdict(said(*untold[:1], *waiting(0, 5), other), WORLD)
+    found = verdict(said(*untold[:1], *waiting(0, 5), other), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 5), "the one that is not known may be there, too"
 
 
 def test_all_in_the_same_names_nobody() -> None:
-    found = verdict(said(*waiting()), WORLD)
+    found = verdict(said(*waiting()), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
     assert "all_reduce" in found.why
 
 
 def test_where_nobody_waits_for_others_nobody_is_named() -> None:
-    found = verdict(said(*(RankState(rank, Doing.WAITS) for rank in range(6))), WORLD)
+    found = verdict(said(*(RankState(rank, Doing.WAITS) for rank in range(6))), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
 
 
 def test_a_job_of_one_rank_is_judged_by_itself() -> None:
     world = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
-    found = verdict(said(RankState(0, Doing.WAITS)), world)
+    found = verdict(said(RankState(0, Doing.WAITS)), world.node_of_ranks)
     assert (found.rank, found.finding) == (0, Finding.DOUBTFUL), "nobody is seen to wait for it"
 
 
 def test_a_node_that_does_not_answer_counts_for_nothing() -> None:
     states = [one for one in waiting() if one.rank < 4]
-    assert verdict(said(*states), WORLD).finding is Finding.UNCLEAR
-    assert verdict([], WORLD).finding is Finding.UNCLEAR
+    assert verdict(said(*states), WORLD.node_of_ranks).finding is Finding.UNCLEAR
+    assert verdict([], WORLD.node_of_ranks).finding is Finding.UNCLEAR
 
 
 def test_ranks_that_are_not_in_the_world_are_no_ones() -> None:
     world = replace(WORLD, members=MEMBERS[:1])
-    found = verdict([Answer(3, 1, (RankState(5, Doing.GONE), *waiting(2, 3, 4, 5)))], world)
+    found = verdict([Answer(3, 1, (RankState(5, Doing.GONE), *waiting(2, 3, 4, 5)))], world.node_of_ranks)
     assert found.rank is None
 
 
 def test_the_order_of_answers_does_not_matter() -> None:
     states = [*waiting(1, 4), RankState(1, Doing.WAITS), RankState(4, Doing.WAITS)]
     answers = said(*states)
-    assert len({verdict(order, WORLD) for order in permutations(answers)}) == 1
+    assert len({verdict(order, WORLD.node_of_ranks) for order in permutations(answers)}) == 1
 
 
 # --- By torch's flight recorder
@@ -174,14 +178,14 @@ def pair(*ranks: int, entered: int, waits_in: int | None) -> InGroup:
 @pytest.mark.parametrize("rank", range(6))
 @pytest.mark.parametrize("doing", [Doing.OTHER, Doing.WAITS, Doing.IN_SAVE])
 def test_the_rank_that_has_not_entered_the_collective_of_the_others_is_named(doing: Doing, rank: int) -> None:
-    found = verdict(said(*there(rank), shown(rank, at(6, None), doing=doing)), WORLD)
+    found = verdict(said(*there(rank), shown(rank, at(6, None), doing=doing)), WORLD.node_of_ranks)
     assert (found.finding, found.rank, found.node) == (Finding.LIKELY, rank, f"n{rank // 2}")
     assert f"rank {rank} on node n{rank // 2} (train.py:9 in step)" in found.why
     assert "has not entered all_reduce 7 of default_pg, in which 5 ranks wait" in found.why
 
 
 def test_the_rank_that_has_entered_another_collective_in_its_place_is_named() -> None:
-    found = verdict(said(*there(3), shown(3, at(7, 7, "broadcast"))), WORLD)
+    found = verdict(said(*there(3), shown(3, at(7, 7, "broadcast"))), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
     assert "has entered broadcast in place of all_reduce 7 of default_pg, in which 5 ranks wait" in found.why
 
@@ -192,16 +196,16 @@ def test_the_record_is_a_better_witness_than_the_place() -> None:
     elsewhere = replace(
         shown(4, at(7, 7), doing=Doing.IN_COLLECTIVE), collective="barrier", where="train.py:99 in x"
     )
-    found = verdict(said(*there(1, 2, 4), asleep, elsewhere, shown(2, at(6, None))), WORLD)
+    found = verdict(said(*there(1, 2, 4), asleep, elsewhere, shown(2, at(6, None))), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 2)
-    found = verdict(said(*there(1, 4), asleep, elsewhere), WORLD)
+    found = verdict(said(*there(1, 4), asleep, elsewhere), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
     assert "all 6 ranks have entered all_reduce 7 of default_pg and wait" in found.why
 
 
 def test_those_that_wait_for_a_rank_go_on_to_wait_while_it_is_missing() -> None:
     stale = [replace(one, recorded=replace(one.recorded, fresh=False)) for one in there(3)]
-    assert verdict(said(*stale, shown(3, at(6, None))), WORLD).rank == 3
+    assert verdict(said(*stale, shown(3, at(6, None))), WORLD.node_of_ranks).rank == 3
 
 
 def test_that_all_are_in_one_collective_acquits_nobody_of_another_group() -> None:
@@ -209,14 +213,14 @@ def test_that_all_are_in_one_collective_acquits_nobody_of_another_group() -> Non
     trio = [pair(2, 3, 4, entered=4, waits_in=4)] * 2
     trio.insert(1, replace(trio[0], collective="broadcast"))
     states = [shown(rank, at(7, 7), trio[rank - 2]) for rank in (2, 3, 4)]
-    assert verdict(said(*there(2, 3, 4), *states), WORLD).rank == 3
+    assert verdict(said(*there(2, 3, 4), *states), WORLD.node_of_ranks).rank == 3
     alone = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
-    assert "all 1 rank" not in verdict(said(shown(0, at(7, 7), doing=Doing.WAITS)), alone).why
+    assert "all 1 rank" not in verdict(said(shown(0, at(7, 7), doing=Doing.WAITS)), alone.node_of_ranks).why
 
 
 def test_of_several_that_have_not_entered_one_is_named_but_in_doubt() -> None:
     two = shown(2, at(6, None)), shown(3, at(5, None), doing=Doing.WAITS)
-    found = verdict(said(*there(2, 3), *two), WORLD)
+    found = verdict(said(*there(2, 3), *two), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.DOUBTFUL, 3)
 
 
@@ -243,15 +247,15 @@ def test_of_several_that_have_not_entered_one_is_named_but_in_doubt() -> None:
     ],
 )
 def test_what_the_records_do_not_show_for_certain_names_nobody(states: list[RankState]) -> None:
-    found = verdict(said(*states), WORLD)
+    found = verdict(said(*states), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
 
 
 def test_a_rank_at_work_is_no_hang_unless_its_record_shows_that_it_only_waits() -> None:
     works = shown(3, at(6, None), doing=Doing.WORKS)
-    assert verdict(said(*there(3), works), WORLD).finding is Finding.HEALTHY
+    assert verdict(said(*there(3), works), WORLD.node_of_ranks).finding is Finding.HEALTHY
     spins = [replace(one, doing=Doing.WORKS) for one in there(3)]
-    found = verdict(said(*spins, replace(works, doing=Doing.WAITS)), WORLD)
+    found = verdict(said(*spins, replace(works, doing=Doing.WAITS)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
@@ -259,10 +263,10 @@ def test_one_that_waits_elsewhere_is_no_suspect_but_the_one_it_waits_for_is() ->
     """Ranks 0 and 3 are a group of their own, and 0 waits there for 3."""
     victim = shown(0, at(6, None), pair(0, 3, entered=4, waits_in=4))
     guilty = shown(3, at(6, None), pair(0, 3, entered=3, waits_in=None))
-    found = verdict(said(victim, guilty, *there(0, 3)), WORLD)
+    found = verdict(said(victim, guilty, *there(0, 3)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
     sends = InGroup("0 (send, recv)", 0, 4, 4, "send 0->3")
-    found = verdict(said(shown(0, at(6, None), sends), guilty, *there(0, 3)), WORLD)
+    found = verdict(said(shown(0, at(6, None), sends), guilty, *there(0, 3)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
@@ -272,7 +276,7 @@ def test_the_only_one_that_waits_in_another_group_is_named_if_all_others_wait_fo
         shown(2, at(6, None), pair(2, 3, entered=4, waits_in=4)),
         shown(3, at(7, 7), pair(2, 3, entered=3, waits_in=None)),
     ]
-    found = verdict(said(*states), WORLD)
+    found = verdict(said(*states), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 2)
 
 
@@ -284,23 +288,25 @@ def test_one_whose_wait_all_its_partners_share_may_compute_on_its_gpu() -> None:
         shown(2, at(6, None), pair(2, 3, entered=4, waits_in=4)),
         shown(3, at(7, 7), pair(2, 3, entered=4, waits_in=4)),
     ]
-    assert verdict(said(*states), WORLD).rank is None
+    assert verdict(said(*states), WORLD.node_of_ranks).rank is None
     recv, send = InGroup("0 (send, recv)", 0, 9, 9, "recv"), InGroup("0 (send, recv)", 0, 3, None, "send")
     states = [*there(2, 3), shown(2, at(6, None), recv), shown(3, at(7, 7), send)]
-    assert verdict(said(*states), WORLD).rank is None, "of sends and recvs each rank has its own numbers"
+    assert verdict(said(*states), WORLD.node_of_ranks).rank is None, (
+        "of sends and recvs each rank has its own numbers"
+    )
 
 
 def test_a_rank_that_spins_in_a_collective_waits_for_a_rank_without_record() -> None:
     """Such as one that holds Python's lock: torch needs it for the dump."""
-    found = verdict(said(*there(3), RankState(3, Doing.WAITS)), WORLD)
+    found = verdict(said(*there(3), RankState(3, Doing.WAITS)), WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
     early = [replace(one, recorded=replace(one.recorded, still_s=1.0)) for one in there(3)]
-    assert verdict(said(*early, RankState(3, Doing.WAITS)), WORLD).finding is Finding.UNCLEAR
+    assert verdict(said(*early, RankState(3, Doing.WAITS)), WORLD.node_of_ranks).finding is Finding.UNCLEAR
 
 
 def test_two_ranks_are_enough_to_see_which_one_is_missing() -> None:
     world = replace(WORLD, members=MEMBERS[:1])
-    found = verdict(said(shown(0, at(7, 7)), shown(1, at(6, None), doing=Doing.WAITS)), world)
+    found = verdict(said(shown(0, at(7, 7)), shown(1, at(6, None), doing=Doing.WAITS)), world.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.LIKELY, 1)
-    split = verdict(said(shown(0, at(7, 7)), shown(1, at(7, 7, "broadcast"))), world)
+    split = verdict(said(shown(0, at(7, 7)), shown(1, at(7, 7, "broadcast"))), world.node_of_ranks)
     assert split.rank is None

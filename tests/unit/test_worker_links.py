@@ -21,7 +21,7 @@ from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.rendezvous_io import worker_links as server
 from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
-from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore

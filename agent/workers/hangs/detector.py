@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from ....rendezvous.statements.inquiry import LOOK_S, Finding, Inquiry, Urgency
+from ....health.hang_report import LOOK_S, Finding, Inquiry, Urgency
 from ....threads import Thread
 from ...common.events import Event
 from ..processes.proc import read, status_field

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ....rendezvous.statements.inquiry import Recorded
+from ....health.hang_report import Recorded
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 from ..processes.proc import read, stat_of, status_field

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ....codec import Invalid
-from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
+from ....health.hang_report import LABEL, MAX_GROUPS, InGroup, Recorded
 from ...output.log_files import FLIGHT_RECORDS
 
 COMES_WITHIN_S = 4.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ....rendezvous.statements.inquiry import LOOK_S, RankState, Recorded
+from ....health.hang_report import LOOK_S, RankState, Recorded
 from ....threads import Thread
 from ...output.log_files import run_folder
 from ...output.masking import masked

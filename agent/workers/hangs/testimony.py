@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ....rendezvous.statements.inquiry import MAX_WHERE, Doing, InGroup, RankState
+from ....health.hang_report import MAX_WHERE, Doing, InGroup, RankState
 from .facts import BYTES, CHILD, LOCK, TIME, Frame, ThreadFacts, WorkerFacts
 
 _GONE = ("Z", "X")

@@ -19,12 +19,30 @@ from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..records import World
-from ..statements.inquiry import Doing, Finding, InGroup, RankState, Recorded, Testimony, Verdict
-from ..text import counted, shortened
+from ..rendezvous.text import counted, shortened
+from .hang_report import Doing, Finding, InGroup, RankState, Recorded, Testimony, Urgency, Verdict
 
 NEVER = (Doing.GONE, Doing.STOPPED)
 """The rank can never go on by itself."""
+
+ENDS_FROM = {
+    Finding.CERTAIN: Urgency.EARLY,
+    Finding.LIKELY: Urgency.OVERDUE,
+    Finding.DOUBTFUL: Urgency.LAST,
+    Finding.UNCLEAR: Urgency.LAST,
+}
+"""The findings that end a generation, and the urgency from which they do."""
+
+LONG_WAIT_S = 300.0
+"""When all others have waited so long for one that is at work, it may be taken for a hang, at the last limit."""
+MAY_BE_SLOW = (Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
+MAY_GET_SOME = (Doing.WAITS, Doing.OTHER)
+"""What they wait for, while anything of them moves: bytes that come, a child or a thread that is at work."""
+
+STILL_S = 20.0
+"""A worker that has used nothing for so long gets nothing, and computes nothing."""
+
+RISING = tuple(Urgency)
 
 RECORDED_STILL_S = 10.0
 """A rank whose flight record has shown the same for so long has entered and ended nothing meanwhile."""
@@ -43,11 +61,12 @@ _WORDS = {
 }
 
 
-def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
-    """The verdict from these answers to one inquiry in `world`. Ranks that no answer mentions are ignored."""
+def verdict(testimonies: Sequence[Testimony], nodes: Sequence[str]) -> Verdict:
+    """The verdict from these answers to one inquiry; `nodes` has the node of each rank of the world. Ranks that no
+    answer mentions are ignored."""
     states = sorted(
         {
-            one.rank: one for testimony in testimonies for one in testimony.ranks if one.rank < world.size
+            one.rank: one for testimony in testimonies for one in testimony.ranks if one.rank < len(nodes)
         }.values(),
         key=lambda one: one.rank,
     )
@@ -56,34 +75,79 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
     waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
     rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
     if dead := [one for one in rest if one.doing in NEVER]:
-        return _named(Finding.CERTAIN, _first(dead), waiting, world)
+        return _named(Finding.CERTAIN, _first(dead), waiting, nodes)
     if moving := [
         one for one in rest if one.doing is Doing.WORKS and not waits_recorded(one, RECORDED_STILL_S)
     ]:
         if len(rest) == 1:
-            return _named(Finding.HEALTHY, moving[0], waiting, world)
+            return _named(Finding.HEALTHY, moving[0], waiting, nodes)
         ranks = _ranks(moving)
         return Verdict(
-            Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], world)}"
+            Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], nodes)}"
         )
-    if (recorded := _by_records(states, world)) is not None:
+    if (recorded := _by_records(states, nodes)) is not None:
         return recorded
     states = [_as_recorded(one) for one in states]
     waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
     rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
     known = [one for one in rest if one.doing is not Doing.OTHER]
     if known and waiting:
-        return _named(Finding.LIKELY, _first(known), waiting, world)
-    if known and world.size == 1:  # no other rank shows by its wait that this one should have come
-        return _named(Finding.DOUBTFUL, _first(known), waiting, world)
-    if len(rest) == 1 and len(waiting) == world.size - 1 and waiting and rest[0].recorded is None:
-        return _named(Finding.LIKELY, rest[0], waiting, world)
+        return _named(Finding.LIKELY, _first(known), waiting, nodes)
+    if known and len(nodes) == 1:  # no other rank shows by its wait that this one should have come
+        return _named(Finding.DOUBTFUL, _first(known), waiting, nodes)
+    if len(rest) == 1 and len(waiting) == len(nodes) - 1 and waiting and rest[0].recorded is None:
+        return _named(Finding.LIKELY, rest[0], waiting, nodes)
     if rest:
         return Verdict(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
-    return _all_wait(waiting, world)
+    return _all_wait(waiting, nodes)
 
 
-def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
+def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: bool) -> Verdict:
+    """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
+    others wait for. One that is at work comes by itself, as far as can be known for long; a disk may be slow."""
+    said = [one for testimony in answers.values() for one in testimony.ranks]
+    named = next((one for one in said if one.rank == found.rank), None)
+    if named is None or named.doing in NEVER:
+        return found
+    if named.doing is Doing.WORKS:
+        others = [one for one in said if one is not named]
+        waited = all(one.doing is Doing.IN_COLLECTIVE and _still(one, LONG_WAIT_S) for one in others)
+        for_long = all_answered and others and waited
+        return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
+    if not all_answered:
+        return replace(found, finding=Finding.UNCLEAR)
+    stands = _still(named, STILL_S) or waits_recorded(named, STILL_S)
+    slow = named.doing in MAY_BE_SLOW or (named.doing in MAY_GET_SOME and not stands)
+    if found.finding is Finding.LIKELY and slow:
+        return replace(found, finding=Finding.DOUBTFUL)
+    return found
+
+
+def all_go_on(found: Verdict, answers: Mapping[str, Testimony]) -> bool:
+    """Every rank has done something lately: the script is in a phase in which it reports no steps, such as a test, and
+    where each rank stands is chance. At the first limit ranks that hang may have been active so lately, too."""
+    said = [one for testimony in answers.values() for one in testimony.ranks]
+    if any(one.doing in NEVER for one in said):
+        return False
+    # A thread that waits for its GPU may use a processor for that.
+    wait_s = LONG_WAIT_S if found.rank is None else STILL_S
+    said = [one for one in said if not waits_recorded(one, wait_s)]
+    return bool(said) and all(one.still_s is not None and one.still_s < STILL_S for one in said)
+
+
+def _still(one: RankState, for_s: float) -> bool:
+    return one.still_s is not None and one.still_s >= for_s
+
+
+def ends(urgency: Urgency, found: Verdict, *, all_answered: bool) -> bool:
+    """The generation cannot go on."""
+    if found.finding is Finding.UNCLEAR and not all_answered:
+        return False
+    needed = ENDS_FROM.get(found.finding)
+    return needed is not None and RISING.index(urgency) >= RISING.index(needed)
+
+
+def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
     told = [one for one in waiting if one.collective]
     for alike, of in ((_collective, told), (_exact_place, told), (_step, waiting)):
@@ -94,25 +158,25 @@ def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
         others = [one for one in of if alike(one) != usual]
         if number <= len(others):
             split = f"the ranks wait in different collectives: {_tally(waiting)}"
-            return _by_step(waiting, world) or Verdict(Finding.UNCLEAR, split)
+            return _by_step(waiting, nodes) or Verdict(Finding.UNCLEAR, split)
         rest = [one for one in waiting if one not in others]
         # While the network stands still, some ranks may be in the next collective already. Two, as in a send and its
         # recv, may be exchanging bytes so slowly that nothing of them shows it.
         finding = Finding.LIKELY if len(others) == 1 else Finding.DOUBTFUL
-        return _named(finding, _hindmost(others), rest, world)
+        return _named(finding, _hindmost(others), rest, nodes)
     return Verdict(
         Finding.UNCLEAR,
         f"all wait in the same collective: {_tally(waiting)}; the network or an unseen rank may be at fault",
     )
 
 
-def _by_step(waiting: Sequence[RankState], world: World) -> Verdict | None:
+def _by_step(waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict | None:
     """The rank whose step is the lowest is behind."""
     if None in {one.step for one in waiting}:
         return None
     last = _hindmost(waiting)
     others = [one for one in waiting if one.step != last.step]
-    return _named(Finding.LIKELY, last, others, world) if len(others) == len(waiting) - 1 else None
+    return _named(Finding.LIKELY, last, others, nodes) if len(others) == len(waiting) - 1 else None
 
 
 # --- By torch's flight recorder
@@ -135,7 +199,7 @@ def _as_recorded(one: RankState) -> RankState:
     return replace(one, doing=Doing.IN_COLLECTIVE, collective="") if waits else one
 
 
-def _by_records(states: Sequence[RankState], world: World) -> Verdict | None:
+def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Verdict | None:
     """None: the flight records do not show whose fault it is."""
     still = {
         one.rank: one.recorded
@@ -151,30 +215,30 @@ def _by_records(states: Sequence[RankState], world: World) -> Verdict | None:
     why: dict[int, str] = {}
     all_in = ""
     for members in groups.values():
-        if any((world.size if one.size is None else one.size) != len(members) for one in members.values()):
+        if any((len(nodes) if one.size is None else one.size) != len(members) for one in members.values()):
             continue  # one that has said nothing may be the one that the others wait for; or of sends and recvs
-        all_in = all_in or _all_in_one(members, world)
-        for rank, words in _suspects(members, free, held_up, world).items():
+        all_in = all_in or _all_in_one(members, nodes)
+        for rank, words in _suspects(members, free, held_up, nodes).items():
             if still[rank].fresh:  # or it may have entered since
                 why.setdefault(rank, words)
     if not why:
         return Verdict(Finding.UNCLEAR, all_in) if all_in else None
     one = _first(one for one in states if one.rank in why)
     finding = Finding.LIKELY if len(why) == 1 else Finding.DOUBTFUL
-    place = _place(one, world)
+    place = _place(one, nodes)
     return Verdict(
         finding,
         f"{place} {_WORDS[one.doing]} and {why[one.rank]}, by torch's flight recorder",
-        _node(one.rank, world),
+        nodes[one.rank],
         one.rank,
     )
 
 
-def _all_in_one(members: Mapping[int, InGroup], world: World) -> str:
+def _all_in_one(members: Mapping[int, InGroup], nodes: Sequence[str]) -> str:
     """All ranks wait in the same collective: so it is no rank's place that is at fault, whatever the stacks show."""
     [(_, told), *others] = members.items()
     alike = all((one.waits_in, one.collective) == (told.waits_in, told.collective) for _, one in others)
-    if told.waits_in is None or not alike or not 1 < len(members) == world.size:
+    if told.waits_in is None or not alike or not 1 < len(members) == len(nodes):
         return ""
     return (
         f"all {counted(len(members), 'rank')} have entered {told.collective} {told.waits_in} of {told.group} and wait, "
@@ -189,7 +253,7 @@ def _held_up(members: Mapping[int, InGroup]) -> list[int]:
 
 
 def _suspects(
-    members: Mapping[int, InGroup], free: Container[int], held_up: Container[int], world: World
+    members: Mapping[int, InGroup], free: Container[int], held_up: Container[int], nodes: Sequence[str]
 ) -> dict[int, str]:
     """Of one group, whose ranks are all known: why each of them may be guilty."""
     waits = Counter((one.waits_in, one.collective) for one in members.values() if one.waits_in is not None)
@@ -205,7 +269,7 @@ def _suspects(
     found: dict[int, str] = {}
     if votes >= len(behind):
         # One that waits elsewhere may itself wait for the guilty rank; unless that one waits here with all others.
-        alone = len(behind) == 1 and votes == world.size - 1 > 1 and behind[0] in held_up
+        alone = len(behind) == 1 and votes == len(nodes) - 1 > 1 and behind[0] in held_up
         found |= {rank: f"has not entered {there}" for rank in behind if alone or rank in free}
     if votes > len(astray):
         found |= {rank: f"has entered {members[rank].collective} in place of {there}" for rank in astray}
@@ -233,13 +297,13 @@ def _hindmost(found: Iterable[RankState]) -> RankState:
     return min(found, key=lambda one: (_step(one), one.rank))
 
 
-def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], world: World) -> Verdict:
+def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict:
     where = f" ({one.where})" if one.where else ""
     others = ""
     if waiting:
         usual = Counter(map(_what, waiting)).most_common(1)[0][0]
         others = f", while {counted(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'} {usual}"
-    node = _node(one.rank, world)
+    node = nodes[one.rank]
     words = _what(one, own=True)
     return Verdict(finding, f"rank {one.rank} on node {node} {words}{where}{others}", node, one.rank)
 
@@ -254,12 +318,8 @@ def _what(one: RankState, *, own: bool = False) -> str:
     return _WORDS[one.doing] if own else "in a collective"
 
 
-def _node(rank: int, world: World) -> str:
-    return next(one.node for one in world.members if one.first_rank <= rank < one.first_rank + one.slots)
-
-
-def _place(one: RankState, world: World) -> str:
-    return f"rank {one.rank} on node {_node(one.rank, world)}" + (f" ({one.where})" if one.where else "")
+def _place(one: RankState, nodes: Sequence[str]) -> str:
+    return f"rank {one.rank} on node {nodes[one.rank]}" + (f" ({one.where})" if one.where else "")
 
 
 def _ranks(states: Sequence[RankState]) -> str:

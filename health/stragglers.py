@@ -1,4 +1,8 @@
-"""Which ranks are slower than the others: a sequential test over the paces in the nodes' records.
+"""How fast the ranks of each node work by themselves, and which are slower than the others: a sequential test.
+
+Each node writes into its record how long its ranks work on a step, without their waits for other ranks (`Paces`). The
+coordinator compares them all, and writes the median and the slower ranks into its own record (`Comparison`), which
+every node follows. Durations are microseconds; no field holds an instant.
 
 The own time of each rank is compared with the median over all ranks. Time above the tolerance adds to the rank's
 *score*, and time below it takes from it (a CUSUM test on the logarithm of the ratio): a rank is a straggler from when
@@ -9,17 +13,61 @@ rank that is 40 % slower is named with its third report.
 The tolerance is `TOLERATED` above the median, or two times the spread (MAD) over the ranks where they differ more for
 long, as the stages of a pipeline do. An excess below `MATTERS` of a step is ignored.
 
-A pure function of the records and of its own last result. After a change of the coordinator the scores begin at 0.
+A pure function of the paces and of its own last result. After a change of the coordinator the scores begin at 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from ..records import NodeRecord, World
-from ..statements.paces import MAX_STRAGGLERS, Comparison, Paces, Straggler
+from ..codec import AtMost, Count, Positive
+from ..rendezvous.text import Name
+
+MAX_RANKS = 4096
+"""Of a node."""
+MAX_STRAGGLERS = 16
+"""Where more ranks are slower than the others, these are the slowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """How long the ranks of one node worked on the newest steps of `generation`."""
+
+    generation: Positive
+    timed: Count
+    """Steps of this generation that were timed so far, on the rank with the fewest."""
+    step_us: Count
+    """From step to step: the same on all ranks of a synchronous job."""
+    own_us: Annotated[tuple[Count, ...], AtMost(MAX_RANKS)]
+    """By local rank: the time of a step without the waits for other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that works longer on each step than the others, which wait for it."""
+
+    node: Name
+    rank: Count
+    own_us: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The coordinator's result from the paces of all nodes."""
+
+    generation: Positive
+    usual_us: Count
+    """The median over all ranks."""
+    stragglers: Annotated[tuple[Straggler, ...], AtMost(MAX_STRAGGLERS)] = ()
+
+    @property
+    def names(self) -> tuple[int, frozenset[int]]:
+        """Which ranks are slower, without the figures."""
+        return self.generation, frozenset(straggler.rank for straggler in self.stragglers)
+
 
 TOLERATED = math.log(1.13)
 MOST_EXCESS = math.log(1.41) - TOLERATED
@@ -54,26 +102,26 @@ class Watched:
     """None: too few ranks have reported."""
 
 
-def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -> Watched:
-    """The state of the test after a change of the records; `nodes` are all that the coordinator knows."""
-    if world is None or not world.trains:
-        return Watched()
-    if before.generation != world.generation:
-        before = Watched(world.generation)
-    known = _paces(world, nodes)
-    own = {rank: own_us for _, first, paces in known for rank, own_us in enumerate(paces.own_us, first)}
-    if len(own) < 2 or len(own) * 2 < world.size:
+def compare(
+    before: Watched, generation: int, nodes: Sequence[str], reports: Sequence[tuple[str, int, Paces]]
+) -> Watched:
+    """The state of the test after a change of the records of `generation`, which trains: `nodes` has the node of each
+    rank, `reports` for each member that has reported in it: incarnation, first rank, paces."""
+    if before.generation != generation:
+        before = Watched(generation)
+    own = {rank: own_us for _, first, paces in reports for rank, own_us in enumerate(paces.own_us, first)}
+    if len(own) < 2 or len(own) * 2 < len(nodes):
         return before
     usual_us = round(_median(own.values()))
     ratios = {rank: math.log(max(own_us, 1) / max(usual_us, 1)) for rank, own_us in own.items()}
-    smooth, scores, reports = dict(before.ratios), dict(before.scores), dict(before.reports)
+    smooth, scores, seen = dict(before.ratios), dict(before.scores), dict(before.reports)
     spread = MAD_OF_NORMAL * _median(map(abs, (smooth.get(rank, 0.0) for rank in own)))
     tolerated = max(TOLERATED, SPREADS * spread)
-    for incarnation, first, paces in known:
-        steps = min(paces.timed - reports.get(incarnation, 0), MOST_STEPS)
+    for incarnation, first, paces in reports:
+        steps = min(paces.timed - seen.get(incarnation, 0), MOST_STEPS)
         if steps <= 0:
             continue
-        reports[incarnation] = paces.timed
+        seen[incarnation] = paces.timed
         for rank in range(first, first + len(paces.own_us)):
             ratio, matters = ratios[rank], own[rank] - usual_us >= MATTERS * paces.step_us
             was = smooth.get(rank, ratio)
@@ -85,22 +133,9 @@ def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -
     slowest = sorted((rank for rank in named if rank in own), key=lambda rank: (-own[rank], rank))[
         :MAX_STRAGGLERS
     ]
-    nodes_of = {
-        rank: member.node
-        for member in world.members
-        for rank in range(member.first_rank, member.first_rank + member.slots)
-    }
-    stragglers = tuple(Straggler(nodes_of[rank], rank, own[rank]) for rank in sorted(slowest))
-    comparison = Comparison(world.generation, usual_us, stragglers)
-    return Watched(world.generation, reports, scores, smooth, named, comparison)
-
-
-def in_force(leader: NodeRecord | None, world: World | None) -> Comparison | None:
-    """The comparison in the coordinator's record, if it is of the generation that trains."""
-    found = leader.comparison if leader is not None else None
-    if found is None or world is None or not world.trains or found.generation != world.generation:
-        return None
-    return found
+    stragglers = tuple(Straggler(nodes[rank], rank, own[rank]) for rank in sorted(slowest))
+    comparison = Comparison(generation, usual_us, stragglers)
+    return Watched(generation, seen, scores, smooth, named, comparison)
 
 
 def in_words(straggler: Straggler, usual_us: int) -> str:
@@ -110,24 +145,6 @@ def in_words(straggler: Straggler, usual_us: int) -> str:
         f"rank {straggler.rank} on node {straggler.node} is slower than the others, which wait for it: it works "
         f"{straggler.own_us / 1e6:.3g} s for a step, {usual_us / 1e6:.3g} s are usual{more}"
     )
-
-
-def _paces(world: World, nodes: Iterable[NodeRecord]) -> list[tuple[str, int, Paces]]:
-    """For each member of this world that has reported in this generation: incarnation, first rank, paces."""
-
-    def known() -> Iterator[tuple[str, int, Paces]]:
-        places = {member.incarnation: member for member in world.members}
-        for node in nodes:
-            member, paces = places.get(node.incarnation), node.paces
-            if (
-                member
-                and paces
-                and paces.generation == world.generation
-                and len(paces.own_us) == member.slots
-            ):
-                yield node.incarnation, member.first_rank, paces
-
-    return list(known())
 
 
 def _median(values: Iterable[float]) -> float:

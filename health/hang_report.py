@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import AtMost, Count, Positive, Text
-from ..text import Age, NameOrNone, line
+from ..codec import AtMost, Count, Positive, Text
+from ..rendezvous.text import Age, NameOrNone, line
 
 HANG = "hang"
 """Cause and fingerprint of a failure that is a hang."""

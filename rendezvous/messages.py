@@ -1,9 +1,13 @@
-"""What all nodes of a job should be started with: how many nodes and restarts it may have, and what it runs.
+"""What is inside the records: with which options a node was started, and which nodes no world includes for a while.
 
-Each node writes its own into its record, and the first world takes over those of the node that coordinates it. They are
-in force, whichever node coordinates later, as long as one member lives (`decide`). A node with other options
-can neither shrink a healthy job nor end it. In no world is one that would run another script, or that judges by other
-times who is gone: it would take a node that lives for lost, or go on in a place that another has been given.
+Each node writes its own `Limits` and `Program` into its record, and the first world takes over those of the node that
+coordinates it. They are in force, whichever node coordinates later, as long as one member lives (`decide`). A node with
+other options can neither shrink a healthy job nor end it. In no world is one that would run another script, or that
+judges by other times who is gone: it would take a node that lives for lost, or go on in a place that another has been
+given.
+
+An `Exclusion` is a row of the world, written by the coordinator or by `elastic-agent exclude`. The excluded node
+reports its check in its own record (`Recheck`), and the coordinator then ends the exclusion.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import Count, Positive
-from ..text import Age, line
+from ..codec import Count, Positive
+from .text import Age, CauseName, Name, NameOrNone, line
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,40 @@ def _other_times(mine: Program, others: Program) -> Iterator[str]:
 
 def _restarts(limits: Limits) -> str:
     return "auto" if limits.max_restarts is None else str(limits.max_restarts)
+
+
+MAX_EXCLUSIONS = 64
+"""Nodes of which a world remembers that they are excluded, or were."""
+MAX_EXCLUSION_REASON = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A node that is, or was, left out of all worlds, though its agent goes on and stands ready."""
+
+    node: Name
+    life: NameOrNone
+    """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down. Empty: the
+    job knew nothing of the node when an operator excluded it."""
+    cause: CauseName
+    """The cause of the failure, or `operator`."""
+    reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
+    """A sentence for people."""
+    fingerprint: Annotated[str, line(32)] = ""
+    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
+    times: Positive = 1
+    """How often this node has been excluded in this job: the cool-down is twice as long each time."""
+    by_operator: bool = False
+    """Until an operator readmits it."""
+    readmitted: bool = False
+    """The exclusion is over; the row is history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """How an excluded node's newest check of itself went, after its cool-down."""
+
+    times: Positive
+    """The number of the node's exclusion that the check is about (`Exclusion.times`)."""
+    passed: bool
+    summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""

@@ -1,1 +1,0 @@
-"""The messages inside the records of nodes and of the world: terms, paces, inquiries, exclusions."""
