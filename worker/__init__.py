@@ -42,8 +42,7 @@ if TYPE_CHECKING:
         UnsupportedTraining,
     )
     from .ranks.device_mesh import mesh
-    from .ranks.init_file import fresh_init_file
-    from .ranks.network_port import find_free_network_port, reserve_port
+    from .ranks.init_file import find_free_network_port, fresh_init_file, reserve_port
     from .ranks.process_group import init_process_group
     from .state.hook_state import HookState
     from .state.rank_parts import Reshard
@@ -60,8 +59,7 @@ _NAMES = {
         NoUsableCheckpoint NotPlainData NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed
         Sharded StepNotGrowing UnsupportedTraining MeshMismatch""",
     "steps.sampler": "ElasticSampler",
-    "ranks.network_port": "find_free_network_port reserve_port",
-    "ranks.init_file": "fresh_init_file",
+    "ranks.init_file": "find_free_network_port fresh_init_file reserve_port",
     "ranks.process_group": "init_process_group",
     "state.hook_state": "HookState",
     "state.rank_parts": "Reshard",

@@ -38,9 +38,8 @@ from torch.utils.data import (
 
 from .checkpointing.checkpointer import Checkpointer
 from .errors import ClusterEnvironmentError, LibraryMissing, UnsupportedTraining
-from .steps.order import Order
 from .steps.progress import step
-from .steps.stream import StreamSampler
+from .steps.sampler import Order, StreamSampler
 
 try:
     from lightning.pytorch import Callback

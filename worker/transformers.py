@@ -24,9 +24,8 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from .checkpointing.checkpointer import Checkpointer
 from .errors import LibraryMissing, UnsupportedTraining
-from .steps.order import Order
 from .steps.progress import step
-from .steps.stream import StreamSampler
+from .steps.sampler import Order, StreamSampler
 
 try:
     from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler

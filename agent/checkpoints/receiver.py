@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from ...worker.storage.memory.available_memory import Need, limiting_levels
 from ...worker.storage.memory.copy_header import Header
-from ...worker.storage.memory.room import Need, limiting_levels
 from ...worker.storage.memory.slot_folders import SlotFolder, all_folders_of
 from ...worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, taken_by_slots
 from ...worker.storage.replication.copy_rule import Version

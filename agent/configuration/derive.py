@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.local.kind import LOCAL
-from ...worker.ranks.launchers.slurm import first_node, port_of
+from ...worker.ranks.cluster_environment import first_node, port_of
 from ..common.folders import pool_folder, pool_folder_here
 from .check import check_relations
 from .config import (

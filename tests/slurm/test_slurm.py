@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.ranks.launchers.slurm import port_of
+from elastic_agent.worker.ranks.cluster_environment import port_of
 from tests.system.needs import skip_without
 from tests.system.processes import listening_ports, port_for_a_store
 

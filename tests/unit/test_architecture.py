@@ -38,8 +38,7 @@ worker/wire:
 worker/state: worker/errors
 worker/state/sharding: worker/errors worker/state
 worker/steps: worker/errors worker/wire
-worker/ranks/launchers: worker/errors
-worker/ranks: worker/errors worker/wire worker/state worker/steps worker/ranks/launchers
+worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_agent.worker import ClusterEnvironmentError, init_process_group
-from elastic_agent.worker.ranks.launchers.cluster_environment import Place, detect
-from elastic_agent.worker.ranks.launchers.slurm import first_node
+from elastic_agent.worker.ranks.cluster_environment import Place, detect, first_node
 
 SLURM = {
     "SLURM_PROCID": "3",

@@ -16,7 +16,7 @@ import torch
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.ranks.comparison import ReplicatedComparison
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.memory import room, slot_memory, slots
+from elastic_agent.worker.storage.memory import available_memory, slot_memory, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory, file_system
 from elastic_agent.worker.storage.memory.random_states import RandomStates
 from elastic_agent.worker.storage.memory.slots import Slots
@@ -187,7 +187,7 @@ def test_a_copy_leaves_a_reserve_in_the_file_system(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = Memory(3 << 20, 64 << 20, of=f"the file system of {folder}")
-    monkeypatch.setattr(room, "file_system", lambda _folder: left)
+    monkeypatch.setattr(available_memory, "file_system", lambda _folder: left)
     assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).save_to_memory(1)
     assert f"the file system of {folder} has 3 MiB left of 64" in caplog.text
     assert not list(folder.rglob("*.pt"))

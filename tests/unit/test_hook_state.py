@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_agent.worker import CheckpointError
 from elastic_agent.worker.collectives import register_comm_hook
 from elastic_agent.worker.ranks.fingerprint import tensors_in
-from elastic_agent.worker.state.hook_buckets import Bucket, Layout, due
-from elastic_agent.worker.state.hook_state import HookState
+from elastic_agent.worker.state.hook_state import Bucket, HookState, Layout, due
 
 pytest.importorskip("numpy")
 

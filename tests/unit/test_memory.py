@@ -17,7 +17,7 @@ import torch
 from elastic_agent.worker import Checkpointer, NotPlainData
 from elastic_agent.worker.state.archive_layout import CannotLayOut, lay_out
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.memory import room, slots
+from elastic_agent.worker.storage.memory import available_memory, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory
 from elastic_agent.worker.storage.memory.node_memory import NodeMemory
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
@@ -244,7 +244,7 @@ def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newes
         checkpoints.save_to_memory(step)
     before = opened.taken()
     with monkeypatch.context() as patch:
-        patch.setattr(room, "read_memory", lambda: (Memory(1 << 20, 1 << 30),))
+        patch.setattr(available_memory, "read_memory", lambda: (Memory(1 << 20, 1 << 30),))
         assert not checkpoints.save_to_memory(3)
         assert "this machine has 1 MiB left of 1024" in caplog.text
         assert [header.step for header in opened.headers().values()] == [2]
@@ -257,7 +257,7 @@ def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newes
 def test_a_slot_does_not_take_the_last_memory(
     tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "read_memory", lambda: (Memory(100 << 20, 1 << 30),))
+    monkeypatch.setattr(available_memory, "read_memory", lambda: (Memory(100 << 20, 1 << 30),))
     large = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(10 << 20)}})
     assert not large.save_to_memory(1), "80 MiB more would leave less than 5 %"
     assert opened.taken() == 0
@@ -281,8 +281,8 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
     opened: Slots, monkeypatch: pytest.MonkeyPatch, levels: tuple[Memory, ...], fits: bool
 ) -> None:
     """A large machine in whose cgroup a job may have a part only: 5 % of all of it is more than the job needs."""
-    monkeypatch.setattr(room, "read_memory", lambda: levels)
-    monkeypatch.setattr(room, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
+    monkeypatch.setattr(available_memory, "read_memory", lambda: levels)
+    monkeypatch.setattr(available_memory, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
     monkeypatch.setattr(opened, "begin", lambda size, protected: size)
     of = NodeMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
     if fits:

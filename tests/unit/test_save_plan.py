@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from elastic_agent.worker.checkpointing.replicated.save_plan import Occasion, SavePlan, ToDisk, plan_save
+from elastic_agent.worker.checkpointing.replicated.saver import Occasion, SavePlan, ToDisk, plan_save
 
 NEVER, NOW, BEHIND, AFTERWARDS = ToDisk.NEVER, ToDisk.NOW, ToDisk.BEHIND, ToDisk.AFTERWARDS
 FULL = {"has_memory": True, "has_writer": True}

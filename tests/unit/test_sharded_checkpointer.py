@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
-from elastic_agent.worker.checkpointing.sharded import directory_check
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
+from elastic_agent.worker.checkpointing.sharded import sharded_saves
 from elastic_agent.worker.checkpointing.sharded.loaded_write import LoadedWrite
 from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
@@ -236,7 +236,7 @@ def check_directories(rank: int, folder: str, model: nn.Module) -> None:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared_directory, "LOOK_S", 0.2)
-        patched.setattr(directory_check.logger, "warning", lambda text, *_: told.append(text))
+        patched.setattr(sharded_saves.logger, "warning", lambda text, *_: told.append(text))
         with pytest.raises(
             DirectoryNotShared, match=rf"{folder}/of-0 on rank 0 and {folder}/of-1 on rank 1, and"
         ):

@@ -10,7 +10,7 @@ from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.stopping import leaves_in_s, longest_grace_s, whole_stop_s
 from elastic_agent.agent.configuration.values import NodeCounts
 from elastic_agent.rendezvous.records import Endpoint
-from elastic_agent.worker.ranks.launchers.slurm import port_of
+from elastic_agent.worker.ranks.cluster_environment import port_of
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -6,8 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from elastic_agent.worker import SamplerMismatch
-from elastic_agent.worker.steps.order import Order
-from elastic_agent.worker.steps.stream import StreamSampler, samples_between
+from elastic_agent.worker.steps.sampler import Order, StreamSampler, samples_between
 
 
 def test_an_iteration_goes_on_into_the_next_epoch() -> None:

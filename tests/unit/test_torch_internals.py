@@ -19,7 +19,7 @@ from elastic_agent.agent.workers.hangs.flight_records import groups_of, read_pic
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
-from elastic_agent.worker.steps.quick_end import finalizers_of_torch
+from elastic_agent.worker.steps.torch_workarounds import finalizers_of_torch
 
 PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
@@ -37,7 +37,7 @@ def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
 
 
 def test_the_finalizers_that_a_quick_end_leaves_out_are_found() -> None:
-    """`worker/steps/quick_end.py`: weakref.finalize keeps them by itself."""
+    """`worker/steps/torch_workarounds.py`: weakref.finalize keeps them by itself."""
     assert finalizers_of_torch()
 
 

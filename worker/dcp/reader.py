@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec import Count
-from ..checkpointing.loading.shard_copies import shard_copies_in
 from ..checkpointing.loading.shard_selection import (
     CopyName,
     CopyPlace,
@@ -29,8 +28,8 @@ from ..checkpointing.loading.shard_selection import (
 )
 from ..checkpointing.loading.state_loader import Reasons, choose_together
 from ..checkpointing.sharded.meeting import RankHome
+from ..checkpointing.sharded.offered_copies import offers_of_standbys, shard_copies_in
 from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
-from ..checkpointing.sharded.standbys import offers_of_standbys
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import raise_together

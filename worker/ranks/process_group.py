@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import ClusterEnvironmentError
 from ..steps import torch_workarounds
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
-from .launchers.cluster_environment import detect
+from .cluster_environment import detect
 
 
 def init_process_group(

@@ -24,9 +24,9 @@ from ..errors import CheckpointError
 from ..wire.channel import ask
 from ..wire.environment import WorkerEnv
 from ..wire.messages import STEP_ANSWERS, StepAnswer, StepEnded, StepStatus, Verdict
-from .quick_end import leave
 from .registry import DrainSaver, give_up
 from .signals import script_handles_sigterm
+from .torch_workarounds import leave
 
 logger = logging.getLogger(__name__)
 

@@ -12,20 +12,21 @@ for each of its processes, and what was not trained on must be dealt again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ..errors import SamplerError
+from ..errors import SamplerError, SamplerMismatch
 from . import progress
-from .order import Order
 
 logger = logging.getLogger(__name__)
 
@@ -242,3 +243,118 @@ def _place() -> tuple[int, int]:
             "init_process_group() before ElasticSampler(), or give it num_replicas and rank"
         )
     return 0, 1
+
+
+# ---------------------------------------------------------------- the order of an epoch
+#
+# The order of the samples of each epoch, which all ranks know, and the check that a loaded place is one in it.
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of each epoch of a dataset of `length` samples: that of DistributedSampler with the same seed."""
+
+    length: int
+    shuffle: bool
+    seed: int
+
+    def of_epoch(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.length)
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+    def state_at(self, **place: int) -> dict[str, Any]:
+        """Plain data: a place, and what the order is made of."""
+        return {**place, **asdict(self)}
+
+    def check(self, state: Any, most: Mapping[str, int], *, owner: str, otherwise: str) -> None:
+        """Raises SamplerMismatch unless `state` is a place in this order, with numbers of 0 to those of `most`.
+
+        In another order it is unknown which samples are left. For the message: whose state it is, and what to do if the
+        order is meant to be another.
+        """
+        own = asdict(self)
+        names = own.keys() | most.keys()
+        if not isinstance(state, Mapping) or state.keys() != names:
+            raise SamplerMismatch(f"this is no state of {owner}, which has {sorted(names)}: {state!r}")
+        for name, meaning in (("length", "samples"), ("shuffle", "as shuffle"), ("seed", "as seed")):
+            if state[name] != own[name]:
+                raise SamplerMismatch(
+                    f"the epoch that was under way had {state[name]} {meaning}, this sampler has {own[name]}: its "
+                    f"order would be another, so that samples would be repeated and lost. Give {owner} the same "
+                    f"dataset, shuffle and seed, or {otherwise}"
+                )
+        for name, limit in most.items():
+            value = state[name]
+            if type(value) is not int or not 0 <= value <= limit:
+                raise SamplerMismatch(f"{name} of the sampler's state is {value!r}, expected 0 to {limit}")
+
+
+# ---------------------------------------------------------------- streams
+#
+# The samples of epoch after epoch as one stream, for libraries whose own loop deals them out to the ranks.
+#
+# All ranks know the stream: epoch 0 of the dataset in its order, then epoch 1, and so on, without a gap. The *position*
+# says how many samples of it are finished, over all ranks together. It is all that must survive a change: another world
+# takes larger or smaller batches from there on, so no sample is repeated and none is lost. A batch may span two epochs.
+
+
+_of_epoch = functools.lru_cache(maxsize=2)(Order.of_epoch)
+
+
+def samples_between(order: Order, start: int, end: int) -> list[int]:
+    """The samples at these positions of the stream."""
+    found = []
+    while start < end:
+        epoch, offset = divmod(start, order.length)
+        count = min(order.length - offset, end - start)
+        found += _of_epoch(order, epoch)[offset : offset + count].tolist()
+        start += count
+    return found
+
+
+class StreamSampler(Sampler[int]):
+    """Gives an iteration of a library's loop the next samples of the stream. Whoever trains says `batch_is_done`.
+
+    batches: of one rank in each iteration.
+    samples: of one batch, over all ranks together.
+    share: of each batch, what is this rank's. All, where the library gives each rank its own.
+    """
+
+    def __init__(self, order: Order, *, batches: int, samples: int, share: slice = slice(None)) -> None:
+        self._order = order
+        self._batches = batches
+        self._samples = samples
+        self._share = share
+        self.position = 0
+        """Samples of the stream that are finished. It moves by whole batches, and not when they are drawn."""
+        self.is_over = False
+        """The training was finished when it was loaded: there is no more to draw."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that are finished."""
+        return self.position / self._order.length
+
+    def batch_is_done(self) -> None:
+        """On all ranks."""
+        self.position += self._samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_at(position=self.position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the position of `state`. Raises SamplerMismatch, and changes nothing, in another order."""
+        self._order.check(state, {"position": 2**63 - 1}, owner="the training", otherwise="another directory")
+        self.position = state["position"]
+
+    def __len__(self) -> int:
+        return self._batches * len(range(self._samples)[self._share])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(()) if self.is_over else self._deal(self.position)
+
+    def _deal(self, start: int) -> Iterator[int]:
+        for batch in range(self._batches):
+            begun_at = start + batch * self._samples
+            yield from samples_between(self._order, begun_at, begun_at + self._samples)[self._share]

@@ -15,21 +15,24 @@ lacks one of these names is left as it is. No torch here: what a script does not
 
 from __future__ import annotations
 
+import _io
 import atexit
 import contextlib
+import ctypes
 import functools
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlparse
 
 from ...codec import Invalid
 from ..wire.environment import TORCH_WORKAROUNDS, WorkerEnv
-from .quick_end import leave
 
 
 def are_on(environ: Mapping[str, str]) -> bool:
@@ -303,3 +306,43 @@ def _replacements(
     with contextlib.suppress(AttributeError):
         queue_callback = autograd.Variable._execution_engine.queue_callback  # type: ignore[union-attr]
         yield autograd, "backward", functools.partial(waits.in_backward, queue_callback=queue_callback)
+
+
+# ---------------------------------------------------------------- an end without destructors
+#
+# Ends a worker without taking its interpreter apart, for which the next generation would wait.
+#
+# With torch that takes most of a second: all that it has imported is touched once more, in a fork of the preloaded
+# process copied first. Everything that the script has registered for its end is done before, and what it has written to
+# files of Python and of C is flushed. What is left out are finalizers (`__del__`) and destructors of libraries.
+#
+# A worker leaves so after the last step of a planned change (`drain`), and where an exception ends its script
+# (`torch_workarounds`). No torch here.
+
+
+def leave(code: int, registered: Callable[..., object]) -> NoReturn:
+    """Call all that is registered for the end of the process, but for `registered`, which calls this; then end."""
+    atexit.unregister(registered)
+    for finalizer in finalizers_of_torch():
+        finalizer.atexit = False
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def finalizers_of_torch() -> list[weakref.finalize[..., Any]]:
+    """They take operators out of torch's dispatcher, which ends with the process: 25 ms for those that torch has."""
+    registry = getattr(weakref.finalize, "_registry", {})
+    return [
+        one for one, info in [*registry.items()] if getattr(info.func, "__module__", "") == "torch.library"
+    ]
+
+
+def _flush() -> None:
+    # Not isinstance: it asks an object for its class, and that may be anyone's code. What was preloaded is not listed.
+    files = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
+    for file in (*files, sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            file.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

@@ -15,9 +15,7 @@ from ...state.state_dicts import Part
 from ...storage.disk.async_save import AsyncSaver
 from ..saving.drain_saver import BaseDrainSaver
 from .contents import Contents
-from .copies import Copies
-from .save_plan import Occasion, ToDisk
-from .saver import Saver
+from .saver import Copies, Occasion, Saver, ToDisk
 
 logger = logging.getLogger(__name__)
 

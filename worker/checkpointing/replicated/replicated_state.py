@@ -16,11 +16,10 @@ from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import memory_of
 from ...wire.environment import WorkerEnv, own_environment
 from .contents import Contents
-from .copies import Copies
 from .drain_saver import ReplicatedDrainSaver
 from .just_in_time import JustInTime
 from .loader import Loader
-from .saver import Saver
+from .saver import Copies, Saver
 
 
 class ReplicatedState:

@@ -5,9 +5,11 @@ A checkpoint that the disk refuses does not end training, until `max_failed_save
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +23,12 @@ from ...steps import progress
 from ...storage.disk.async_save import AsyncSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
+from ...storage.memory.node_memory import NodeMemory
+from ...storage.memory.slots import NoRoom
 from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
+from ..saving.slot_copies import SlotCopies
 from .contents import Contents, Gathered
-from .copies import Copies
-from .save_plan import Occasion, ToDisk
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +185,118 @@ class Saver(SaveOutcomes):
             refusal = because(SaveFailed, f"step {step} not saved in {self._files.directory}: {error}", error)
         self.count(refusal)
         return size
+
+
+# ---------------------------------------------------------------- which way a state takes
+#
+# Which way a state takes when a Checkpointer keeps it: to memory, to disk, or to both. Pure; no torch here.
+
+
+class Occasion(enum.Enum):
+    SAVE = enum.auto()
+    """The script saves, on all ranks together."""
+    REMEMBER = enum.auto()
+    """The script, or `memory_every`, asks for a copy in memory."""
+    LAST_STEP = enum.auto()
+    """A planned change ends all ranks after this step."""
+    LAST_STEP_ALONE = enum.auto()
+    """A planned change ends this rank, and some others may never come here."""
+    FAILURE = enum.auto()
+    """A rank has failed, and this one saves the last finished step just in time."""
+
+
+class ToDisk(enum.Enum):
+    NEVER = enum.auto()
+    NOW = enum.auto()
+    """By this process, while all ranks wait."""
+    BEHIND = enum.auto()
+    """By the disk writer, from the copy in memory, while training goes on."""
+    AFTERWARDS = enum.auto()
+    """By the disk writer, from the copy in memory, once all Checkpointers have kept this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What one rank does with its state."""
+
+    copies: bool
+    """It copies the state to the memory of its node."""
+    disk: ToDisk
+    without_copy: ToDisk
+    """In place of `disk` where there is no room for the copy."""
+    partial: bool
+    """The copy counts without the random states of ranks that do not take part."""
+
+    @property
+    def does_nothing(self) -> bool:
+        return not self.copies and self.disk is ToDisk.NEVER
+
+    def way_to_disk(self, *, copied: bool) -> ToDisk:
+        return self.disk if copied else self.without_copy
+
+
+def plan_save(
+    occasion: Occasion, *, rank: int, has_memory: bool, copies_for_node: bool, has_writer: bool
+) -> SavePlan:
+    """`has_memory`: this node keeps copies; `copies_for_node`: this rank makes them for its node; `has_writer`: the
+    agent has a process that writes a copy to disk."""
+    copies = has_memory and (copies_for_node or occasion is Occasion.FAILURE)
+    partial = occasion in (Occasion.LAST_STEP_ALONE, Occasion.FAILURE)
+    if rank != 0 or occasion not in (Occasion.SAVE, Occasion.LAST_STEP):
+        return SavePlan(copies, ToDisk.NEVER, ToDisk.NEVER, partial)
+    if not copies:
+        return SavePlan(copies, ToDisk.NOW, ToDisk.NOW, partial)
+    if occasion is Occasion.SAVE:
+        return SavePlan(copies, ToDisk.BEHIND if has_writer else ToDisk.NOW, ToDisk.NOW, partial)
+    return SavePlan(copies, ToDisk.AFTERWARDS if has_writer else ToDisk.NEVER, ToDisk.NOW, partial)
+
+
+# ---------------------------------------------------------------- copies
+#
+# Makes one Checkpointer's copies of a state that is the same on all ranks.
+
+
+class Copies(SlotCopies):
+    """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
+
+    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
+        super().__init__(memory)
+        self.memory = memory
+        self._disk = disk
+
+    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
+        return plan_save(
+            occasion,
+            rank=rank,
+            has_memory=self.memory is not None,
+            copies_for_node=self.memory is not None and self.memory.copies_for_node,
+            has_writer=self._disk.has_writer,
+        )
+
+    def note(self, step: int, random_state: bytes) -> bool:
+        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
+        assert self.memory is not None
+        try:
+            self.memory.note(step, random_state)
+        except NoRoom as refusal:
+            self.log_no_copy(refusal)
+            return False
+        return True
+
+    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
+        """Copy a state to memory; False when that cannot be, see `copy`.
+
+        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
+        """
+        memory = self.memory
+        assert memory is not None
+        return self.copy(
+            lambda: memory.begin_copy(payload, room_for_random_state=_room_for(like), partial=plan.partial),
+            payload["step"],
+            self._disk.begin if plan.disk is ToDisk.BEHIND else None,
+        )
+
+
+def _room_for(random_state: bytes) -> int:
+    """Another rank's may be longer. What stays empty is below what torch allows behind the end of an archive."""
+    return min(len(random_state) + len(random_state) // 4, 60_000) // 8 * 8

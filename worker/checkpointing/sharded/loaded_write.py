@@ -23,9 +23,8 @@ from ...storage.memory.shard_memory import ShardMemory
 from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv
 from .contents import ShardContents
-from .directory_check import DirectoryCheck
 from .meeting import Brought, meet
-from .sharded_saves import ShardedSaves
+from .sharded_saves import DirectoryCheck, ShardedSaves
 
 logger = logging.getLogger(__name__)
 

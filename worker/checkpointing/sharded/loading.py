@@ -25,7 +25,6 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
 from ...storage.memory.shard_memory import ShardMemory
 from ...wire.environment import WorkerEnv
-from ..loading.shard_copies import shard_copies_in
 from ..loading.shard_selection import (
     CopyName,
     ShardOffer,
@@ -36,8 +35,8 @@ from ..loading.shard_selection import (
 )
 from ..loading.state_loader import LoadedState, Reasons, StateLoader, choose_together, warn_of
 from .contents import ShardContents
+from .offered_copies import offers_of_standbys, shard_copies_in
 from .open_copies import CopiesInMemory, CopiesOnDisk, CopiesUnusable
-from .standbys import offers_of_standbys
 
 logger = logging.getLogger(__name__)
 

@@ -37,11 +37,10 @@ from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
-from .directory_check import DirectoryCheck
 from .loaded_write import LoadedWrite
 from .meeting import Brought, Met, meet
 from .shard_replicas import LOOK_S, REPLICA_PATIENCE_S, SLOT_PATIENCE_S, ShardReplicas
-from .sharded_saves import ShardedSaves
+from .sharded_saves import DirectoryCheck, ShardedSaves
 
 logger = logging.getLogger(__name__)
 

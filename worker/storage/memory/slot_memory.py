@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from .available_memory import Memory
+from .available_memory import Memory, Need, least_free, limiting_levels
 from .copy_header import Header
 from .random_states import RandomState
-from .room import Need, least_free, limiting_levels
 from .slot_folders import SlotFolder, all_folders_of
 from .slots import HeldSlot, NoRoom, OpenSlot, Slots
 

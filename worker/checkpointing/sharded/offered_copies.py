@@ -6,12 +6,16 @@ begins when one was lost, may leave out another. The agents name these nodes to 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ...ranks.group import Group
+from ...storage.memory.copy_header import FoundCopy
+from ...storage.memory.slot_folders import folders_of
+from ...storage.memory.slots import Slots
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
@@ -61,3 +65,24 @@ def _ask(env: WorkerEnv, directory: str, standby: str) -> ShardOffer | None:
     except (OSError, ValueError) as error:
         logger.warning("what node %s has in memory, which stands by, is not known: %s", node, error)
         return None
+
+
+# ---------------------------------------------------------------- this node's own
+#
+# Finds the copies of shards in this node's memory: those of its workers, and replicas of other nodes'.
+
+
+def shard_copies_in(memory: str, directory: str) -> tuple[FoundCopy, ...]:
+    """All that belong to the checkpoint directory. What cannot be read is left out, with a warning."""
+    found: list[FoundCopy] = []
+    try:
+        folders = folders_of(memory, directory)
+    except OSError as error:
+        logger.warning("no copies in memory are found: reason=%s", error)
+        return ()
+    for folder in folders:
+        with contextlib.suppress(OSError), contextlib.closing(Slots(memory, folder, create=False)) as slots:
+            for problem in slots.problems():
+                logger.warning("a copy in memory is left aside: reason=%s", problem)
+            found += (FoundCopy(folder, name, header) for name, header in slots.headers().items())
+    return tuple(found)
