@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
-from .agent.workers.processes.workers import tied
+from .agent.workers.processes.helper import tied
 
 WORKER = "elastic_agent.launcher"
 """What workers run, with the function's name as its argument."""

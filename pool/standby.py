@@ -37,7 +37,7 @@ from .. import __file__ as _package
 from ..agent.common.events import ThreadFailed, run_next
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
-from ..agent.workers.preloader.imported import obstacle
+from ..agent.workers.processes.imported import obstacle
 from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
+from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
+from elastic_agent.agent.workers.processes.spares import Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 
 from .io_threads import started_io
@@ -34,16 +34,13 @@ class SpareKeeper:
     def __init__(
         self,
         *names: str,
-        wanted: int = 2,
-        python: str = sys.executable,
         **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.late_s = 0.0
         self.spares = Spares(
-            Interpreter(python, {**os.environ, **environment}),
+            {**os.environ, **environment},
             names,
-            wanted,
             started_io(),
             self.events.put,
             self.clock,
@@ -68,11 +65,8 @@ class SpareKeeper:
             assert callable(event)
             event()
 
-    def run_until_ready(self, count: int = 2) -> None:
-        self.run_until(lambda: self.spares.ready == count)
-
-    def prepared(self, count: int) -> bool:
-        return self.spares.prepared(count, self.clock())
+    def run_until_prepared(self, count: int = 2) -> None:
+        self.run_until(lambda: self.spares.prepared(count))
 
     @property
     def preloaded(self) -> int:
@@ -80,7 +74,7 @@ class SpareKeeper:
         [pid, *_] = self.spares.sessions
         return pid
 
-    def take(self) -> Spare:
-        spare = self.spares.take()
+    def hand_out(self, message: BecomeWorker, descriptors: Sequence[int]) -> Spare:
+        spare = self.spares.hand_out(message, descriptors)
         assert spare is not None, self.spares.why_cold
         return spare

@@ -54,8 +54,8 @@ from ..configuration.config import Config, ConfigError, Problem
 from ..machine.inventory import Machine
 from ..machine.network import Network
 from ..rendezvous_io.store_opening import open_store, store_listener
+from ..workers.processes.helper import job_python
 from ..workers.processes.proc import read
-from ..workers.processes.workers import job_python
 
 _T = TypeVar("_T")
 

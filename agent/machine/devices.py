@@ -36,8 +36,8 @@ from typing import TypeVar
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
 from ..configuration.values import Affinity, DevicePinning, WorkerCount
+from ..workers.processes.helper import job_python
 from ..workers.processes.proc import read
-from ..workers.processes.workers import job_python
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"

@@ -36,7 +36,7 @@ from ...health.checks.gpus import (
 )
 from ...health.checks.processes import ISOLATED, probe_command
 from ..common.events import Event, IoThread
-from ..workers.processes.workers import start_helper
+from ..workers.processes.helper import start_helper
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
 from ..configuration.values import Command
+from ..workers.processes.helper import job_python
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
-from ..workers.processes.workers import job_python
 from .devices import (
     CURRENT,
     CpuShare,

@@ -39,16 +39,15 @@ from ..observability.observer import Observer
 from ..observability.status import NodeState
 from ..output.console import Console
 from ..output.journal import Journal
-from ..output.log_files import own_logs
+from ..output.log_files import LogFiles, own_logs
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import http_listener, store_listener
 from ..workers.environment import Node
-from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.guard import Guard
+from ..workers.processes.spares import Spares
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
-from ..workers.processes.workers import job_python
 from .heartbeat import Heartbeat, Probes
 from .process import ServiceManager, thread_failed
 
@@ -81,19 +80,18 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
     """With what these words of --preload name, in this environment, where that can be."""
     if prepared.adoption_error or not words:
         return prepared
-    spares = new_spares(prepared, interpreter_of(prepared, environment), words, wanted=0)
+    spares = new_spares(prepared, environment, words)
     spares.start()
     return replace(prepared, spares=spares)
 
 
-def interpreter_of(prepared: Prepared, environment: Mapping[str, str]) -> Interpreter:
-    """By its mark the guard finds the fork server, too."""
-    marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
-    return Interpreter(job_python(environment), marked)
+def marked(prepared: Prepared, environment: Mapping[str, str]) -> dict[str, str]:
+    """By the mark the guard finds the fork server, too."""
+    return {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
 
 
-def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:
-    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, clock)
+def new_spares(prepared: Prepared, environment: Mapping[str, str], words: Sequence[str]) -> Spares:
+    return Spares(marked(prepared, environment), words, prepared.io, prepared.events.put, clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +174,7 @@ class Agent:
 
     network: Network
     metrics: Metrics
+    log_files: LogFiles
     journal: Journal
     state: NodeState
     memory: MemoryFolder | None
@@ -243,17 +242,20 @@ def about_node(name: str, in_force: Sequence[str], secrets: Collection[str]) -> 
 def spares_of(agent: Agent) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
     prepared = agent.prepared
-    command, words, wanted = agent.config.command, agent.config.preload, agent.machine.workers + 1
-    interpreter = interpreter_of(prepared, agent.environment)
+    command, words = agent.config.command, agent.config.preload
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
     if prepared.spares is not None:
-        why_not = prepared.spares.adopt(interpreter, words, wanted) if forks else "workers start cold"
+        why_not = (
+            prepared.spares.adopt(marked(prepared, agent.environment), words)
+            if forks
+            else "workers start cold"
+        )
         if not why_not:
             log.info("workers are forked from a process that was preloaded before the job came")
             return prepared.spares
         log.info("what was preloaded before the job came is not used: %s", why_not)
         prepared.spares.close()
-    spares = new_spares(prepared, interpreter, words, wanted)
+    spares = new_spares(prepared, agent.environment, words)
     if forks:
         spares.start()
     return spares

@@ -47,7 +47,8 @@ from ..observability.page import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board
 from ..observability.sources import AgentsSource
 from ..observability.status import JOB_PATH, STATUS_PATH, NodeState
 from ..output.console import take as take_console
-from ..output.journal import EVENTS_PATH, EventFile, Journal, Kind
+from ..output.journal import EVENTS_PATH, Journal, Kind
+from ..output.log_files import LogFiles
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
@@ -60,13 +61,13 @@ from ..workers.generation import Processes
 from ..workers.hangs.detector import ActivityReader
 from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.processes.guard import Guard
-from ..workers.processes.helper import WorkerStore
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,
     announce,
     keep_from_tmpfiles,
     run_directory_parent,
 )
+from ..workers.processes.spares import WorkerStore
 from ..workers.processes.workers import WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (
@@ -192,11 +193,15 @@ def _keep_books(agent: Agent) -> None:
         causes=CauseTable(config.causes).names,
     )
     agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
-    file = None
-    if agent.run_directory is not None:
-        beside = about_node(agent.name, agent.in_force, secrets)
-        file = EventFile(partial(metrics.dropped_total.inc, what="events"), beside=beside)
-    journal = agent.journal = agent.started(Journal(agent.name, time.time, file, secrets=secrets))
+    files = agent.log_files = agent.started(LogFiles())
+    journal = agent.journal = Journal(
+        agent.name,
+        time.time,
+        files,
+        secrets=secrets,
+        beside=about_node(agent.name, agent.in_force, secrets),
+        count_lost=partial(metrics.dropped_total.inc, what="events"),
+    )
     journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
     log_to(agent.console, agent.name, config.logs, lambda: journal.generation)
     agent.state = NodeState(
@@ -370,9 +375,11 @@ def _serve_workers(agent: Agent) -> Processes:
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     agent.ends.callback(worker_store.close)
-    files, lost = agent.config.logs.directory is not None, partial(dropped.inc, what="log_bytes")
+    has_files, lost = agent.config.logs.directory is not None, partial(dropped.inc, what="log_bytes")
     logs = agent.started(
-        WorkerLogs(agent.run_directory, node.name, agent.console, count_lost=lost, files=files)
+        WorkerLogs(
+            *(agent.run_directory, node.name, agent.console, agent.log_files, lost), has_files=has_files
+        )
     )
     last_steps = LastSteps(agent.store, latest, post, clock)
     links = WorkerLinks(
@@ -397,7 +404,7 @@ def _serve_workers(agent: Agent) -> Processes:
     evidence = EvidenceKeeper(agent.name, agent.run_directory, clock, agent.secrets)
     agent.ends.callback(evidence.close)
     subreaper.add_known(lambda: (guard.pid, *agent.gpu_health.pids, *worker_store.pids))
-    subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
+    subreaper.add_known(lambda: (*disk_writer.pids, *spares.sessions))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
     subreaper.expect_sessions(lambda: spares.sessions)
     return Processes(

@@ -11,10 +11,10 @@ Any thread may note an event, and never waits for the disk. Secrets are masked b
 run is read where their values are not known. Events that come before the run has a folder are written to the file once
 it has one.
 
-A thread that does nothing else writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full
-or does not answer, events that find no room in the queue are dropped and counted, with one log line; nothing else
-suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of
-that name. Beside it lie small files about this node's part in the run, such as its settings, for this user alone.
+The thread of `log_files` writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full or
+does not answer, events that find no room in the queue are dropped and counted; nothing else suffers. The file is
+bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of that name. Beside it
+lie small files about this node's part in the run, such as its settings, for this user alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Annotated
 
 from ...codec import Count, Document, Invalid, Positive, Seconds, Within
 from ...rendezvous.text import Name, clean, line
-from .log_files import OLDER, LogFile, LogFiles, RunFolder, write_all
+from .log_files import OLDER, LogFile, LogFiles
 from .masking import masked
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,6 @@ def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 MAX_FILE_BYTES = 8 * 1024 * 1024
 _BESIDE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-CLOSE_S = 1.0
-"""How long the end of the agent waits for the disk to take the last events."""
 
 _NAME = re.compile(r"events-(.+)\.jsonl")
 
@@ -155,69 +153,6 @@ def read_file(path: Path) -> Iterator[JobEvent]:
         yield from read_events(iter(lambda: file.readline(2 * MAX_EVENT_CHARS), ""))
 
 
-class EventFile(LogFiles):
-    """`begin`, `write` and `end` are for any thread; only `end` waits."""
-
-    def __init__(
-        self,
-        count_lost: Callable[[], None],
-        most_bytes: int = MAX_FILE_BYTES,
-        beside: Mapping[str, str] = {},
-    ) -> None:
-        """`count_lost` is called for each event that is not written. `beside`: names and texts of the other files."""
-        super().__init__(
-            "event-file",
-            "the event file",
-            "the job goes on, and its events are missing there",
-            lambda size: count_lost(),
-        )
-        self._most_bytes = most_bytes
-        self._beside = beside
-        self._file: LogFile | None = None
-        self._run: RunFolder | None = None
-        """Of the thread."""
-
-    def begin(self, folder: Path, node: str) -> None:
-        """From now on events go to the file of this node there."""
-        self.do(partial(self._leave, self._file))
-        self._file = LogFile(folder / file_name(node), self._most_bytes)
-
-    def write(self, event: str) -> None:
-        if self._file is not None:
-            self.save(self._file, event.encode(errors="replace") + b"\n")
-
-    def end(self) -> None:
-        """Call once; waits up to CLOSE_S for the last events."""
-        self.do(partial(self._leave, self._file))
-        self.close()
-        if not self.join(CLOSE_S):
-            log.warning("the last events are missing in the folder of the run: the disk stands still")
-
-    # Everything below runs in the thread.
-
-    def _leave(self, file: LogFile | None) -> None:
-        if file is not None:
-            self._close(file)
-        if self._run is not None:
-            self._run.release()
-            self._run = None
-
-    def _open(self, file: LogFile) -> None:
-        folder = file.path.parent
-        if self._run is not None:
-            self._run.release()  # of a folder that was removed
-        self._run = RunFolder(folder)
-        self._run.hold()
-        super()._open(file)
-        if file.size:
-            write_all(file.fd, b"\n")  # the last line may have been cut: disk full, agent killed
-        for name, text in self._beside.items():
-            with suppress(OSError):  # as of another user, from an earlier life: the events matter more
-                fd = os.open(folder / name, _BESIDE, 0o600)
-                with open(fd, "wb") as beside:
-                    beside.write(f"{text}\n".encode(errors="backslashreplace"))
-
-
 KEPT_EVENTS = 2048
 """Events that are kept in memory, and a quarter as many of the `ROUTINE` kinds."""
 _MOST_CAUSE = 64
@@ -228,43 +163,51 @@ class Journal:
         self,
         node: str,
         wall_clock: Callable[[], float],
-        file: EventFile | None = None,
+        files: LogFiles | None = None,
         kept: int = KEPT_EVENTS,
         secrets: Collection[str] = (),
+        beside: Mapping[str, str] = {},
+        count_lost: Callable[[], object] = lambda: None,
     ) -> None:
-        """Without a `file` the events are in memory alone. `secrets` are known values, which no event has."""
+        """Without `files` the events are in memory alone. `secrets` are known values, which no event has. `beside`:
+        names and texts of the other files. `count_lost` is called for each event that is not written."""
         self.node = node
         self._secrets = secrets
         self._wall_clock = wall_clock
-        self._file = file
+        self._files = files
+        self._file: LogFile | None = None
+        self._beside = beside
+        self._count_lost = count_lost
         self._lock = threading.Lock()
         self._changes: deque[JobEvent] = deque(maxlen=kept)
         self._routine: deque[JobEvent] = deque(maxlen=max(1, kept // 4))
         """Events of `ROUTINE` kinds: a week of them must not push out the other events."""
         self._number = 0
         self._generation = 0
-        self._folder: Path | None = None
         self.run = ""
         """The job's run, once it is known."""
 
-    def start(self) -> None:
-        if self._file is not None:
-            self._file.start()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.end()
-
     def begin(self, folder: Path) -> None:
         """From now on events go to a file in this run's folder. A call with the same folder does nothing."""
+        files, path = self._files, folder / file_name(self.node)
         with self._lock:
-            if self._file is None or folder == self._folder:
+            before = self._file
+            if files is None or (before is not None and before.path == path):
                 return
-            first, self._folder = self._folder is None, folder
-            self._file.begin(folder, self.node)
-            known = sorted((*self._changes, *self._routine), key=_number) if first else ()
+            files.begin(folder)
+            if before is not None:
+                files.finish(before)
+            file = self._file = LogFile(
+                path, lambda size: self._count_lost(), most_bytes=MAX_FILE_BYTES, by_lines=True
+            )
+            known = sorted((*self._changes, *self._routine), key=_number) if before is None else ()
             for event in known:
-                self._file.write(EVENT.encode(event))
+                self._write(file, event)
+            files.do(partial(_write_beside, folder, self._beside))
+
+    def _write(self, file: LogFile, event: JobEvent) -> None:
+        if self._files is not None:
+            self._files.save(file, EVENT.encode(event).encode(errors="replace") + b"\n")
 
     def note(
         self,
@@ -299,8 +242,8 @@ class Journal:
                 counts=dict(counts),
             )
             (self._routine if kind in ROUTINE else self._changes).append(event)
-            if self._file is not None and self._folder is not None:
-                self._file.write(EVENT.encode(event))
+            if self._file is not None:
+                self._write(self._file, event)
 
     @property
     def generation(self) -> int:
@@ -318,6 +261,14 @@ class Journal:
             return tuple(
                 sorted((*_above(self._changes, number), *_above(self._routine, number)), key=_number)[:most]
             )
+
+
+def _write_beside(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        with suppress(OSError):  # as of another user, from an earlier life: the events matter more
+            fd = os.open(folder / name, _BESIDE, 0o600)
+            with open(fd, "wb") as beside:
+                beside.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _number(event: JobEvent) -> int:

@@ -9,11 +9,12 @@ All nodes and all lives of a node's agent have one run in common, so that on a s
 The newest runs and generations are kept. Deleted is only what bears our mark, belongs to the user of this run and is
 locked by no agent: another user's run stays, and one that goes on, however old it is.
 
-The files of worker logs are written by a thread that does nothing else, so that only it waits for the disk.
+The logs of workers and the file of events are written by one thread that does nothing else, so that only it waits for
+the disk.
 
 A disk may be full, read-only or gone, which is an error; or it does not answer (a dead NFS, a frozen file system), and
 then its writers stand still for as long as it does. Workers must do neither. What finds no room in the queue is
-dropped and counted. There is one warning of each.
+dropped and counted. There is one warning of each. An event never waits, and has room of its own behind workers' lines.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...threads import Thread
 from ..common.events import Backlog
 from ..common.folders import own_path
 
 QUEUE_MAX = 4 * 1024 * 1024
 """Bytes that may wait for a disk."""
+EVENTS_MAX = 1024 * 1024
+"""Bytes of what does not wait for room, which may wait behind them."""
 PATIENCE_S = 1.0
 """How long workers may be kept waiting for room, once."""
 COMPLAINS_S = 300.0
 """How often the log says that a disk refuses, at most."""
+CLOSE_S = 1.0
+"""How long the end of the agent waits for the disk to take the last lines and events."""
 OLDER = ".1"
 """The suffix of the older part of a file that has a bound."""
 
@@ -51,8 +57,12 @@ class LogFile:
     """One file, of which only the thread touches `fd` and `size`."""
 
     path: Path
+    count_lost: Callable[[int], object] = lambda size: None
+    """Called with how many bytes were dropped."""
     most_bytes: float = math.inf
     """A file that is full is renamed, with `OLDER` behind its name, in place of the one before."""
+    by_lines: bool = False
+    """The last line of an earlier life may have been cut: disk full, agent killed."""
     fd: int = -1
     size: int = 0
     written: bool = False
@@ -61,49 +71,59 @@ class LogFile:
     """The last write did. The next one is tried all the same."""
 
 
-class LogFiles(Backlog[tuple[Callable[[], None], int]]):
-    """Does in order what waits for one disk. The number of bytes for which there is no room is counted."""
+class LogFiles(Backlog[tuple[Callable[[], None], LogFile | None, int]]):
+    """Does in order what waits for the disk of this agent's files."""
 
-    def __init__(
-        self, name: str, what: str, failing: str, count_lost: Callable[[int], object] = lambda size: None
-    ) -> None:
-        """`what` is kept, and `failing` is what follows while the disk refuses it, in words. `count_lost` is given how
-        many bytes were dropped."""
-        super().__init__(name)
-        self._what, self._failing = what, failing
-        self._count_lost = count_lost
+    def __init__(self) -> None:
+        super().__init__("log-files")
+        self._run: RunFolder | None = None
+        """Of the thread."""
         self._still = False
         """The log has that the disk stands still."""
         self._complained_at = -math.inf
         """When the log said that the disk refuses, of one file for all."""
 
-    def do(self, action: Callable[[], None], size: int = 0, patience_s: float = 0.0) -> None:
-        """In the thread, when all before it is done. What has no size finds room in any case."""
-        self.put((action, size), size, QUEUE_MAX if size else math.inf, patience_s)
+    def begin(self, folder: Path, generation: int = 0) -> None:
+        """From now on no agent deletes this run. Of a `generation`: what is older than it keeps is deleted."""
+        self.do(partial(self._begin, folder, generation))
+
+    def do(self, action: Callable[[], None]) -> None:
+        """In the thread, when all before it is done."""
+        self.put((action, None, 0), 0, math.inf)
 
     def open(self, file: LogFile) -> LogFile:
         self.do(partial(self._tried, file, partial(self._open, file)))
         return file
 
     def save(self, file: LogFile, data: bytes, patience_s: float = 0.0) -> None:
-        """May wait for room."""
-        self.do(partial(self._tried, file, partial(self._write, file, data), data), len(data), patience_s)
+        """May wait for room for so long."""
+        write = partial(self._tried, file, partial(self._write, file, data), len(data))
+        most = QUEUE_MAX if patience_s else QUEUE_MAX + EVENTS_MAX
+        self.put((write, file, len(data)), len(data), most, patience_s)
 
     def finish(self, file: LogFile) -> None:
         """It is closed when all is written."""
         self.do(partial(self._close, file))
 
-    def _do(self, work: tuple[Callable[[], None], int]) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """The end: waits so long for what is left."""
+        self.do(self._leave)
+        super().close()
+        if not self.join(timeout_s):
+            _log.warning("the last lines of workers and events may be missing: the disk stands still")
+
+    def _do(self, work: tuple[Callable[[], None], LogFile | None, int]) -> None:
         work[0]()
 
-    def _refused(self, work: tuple[Callable[[], None], int]) -> None:
-        self._count_lost(work[1])
+    def _refused(self, work: tuple[Callable[[], None], LogFile | None, int]) -> None:
+        _, file, size = work
+        if file is not None:
+            file.count_lost(size)
         if not self._still:
             self._still = True
             _log.warning(
-                "the disk of %s stands still: training goes on, and what finds no room in memory meanwhile is missing "
-                "there",
-                self._what,
+                "the disk of the worker logs and events stands still: training goes on, and what finds no room in "
+                "memory meanwhile is missing there"
             )
 
     def _moved(self) -> None:
@@ -111,11 +131,29 @@ class LogFiles(Backlog[tuple[Callable[[], None], int]]):
 
     # Everything below runs in the thread.
 
+    def _begin(self, folder: Path, generation: int) -> None:
+        if self._run is None or self._run.path != folder:
+            self._leave()
+            self._run = RunFolder(folder)
+        run = self._run
+        with contextlib.suppress(OSError):  # a disk that fails here fails the files, too, where it is logged
+            run.hold()
+            if generation:
+                Thread(partial(_prune, run, generation), "log-folders", lambda: None).start()
+
+    def _leave(self) -> None:
+        if self._run is not None:
+            self._run.release()
+
     def _open(self, file: LogFile) -> None:
+        if self._run is not None:
+            self._run.hold()  # it may have been removed
         file.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file.fd = os.open(file.path, flags, 0o640)
         file.size, file.written = os.fstat(file.fd).st_size, True
+        if file.by_lines and file.size:
+            write_all(file.fd, b"\n")
 
     def _write(self, file: LogFile, data: bytes) -> None:
         if file.fd >= 0 and file.size + len(data) > file.most_bytes:
@@ -126,22 +164,22 @@ class LogFiles(Backlog[tuple[Callable[[], None], int]]):
         write_all(file.fd, data)
         file.size += len(data)
 
-    def _tried(self, file: LogFile, work: Callable[[], None], data: bytes = b"") -> None:
+    def _tried(self, file: LogFile, work: Callable[[], None], size: int = 0) -> None:
         try:
             work()
             file.failed = False
         except OSError as error:
             self._close(file)
             file.failed = True
-            self._count_lost(len(data))
+            if size:
+                file.count_lost(size)
             if time.monotonic() >= self._complained_at + COMPLAINS_S:
                 self._complained_at = time.monotonic()
                 _log.warning(
-                    "%s: %s is not written: %s; %s: make room or set another --log-dir",
-                    self._what,
+                    "worker logs and events are not written, as %s: %s; the job goes on, and workers' lines go to the "
+                    "console: make room or set another --log-dir",
                     file.path,
                     error.strerror,
-                    self._failing,
                 )
 
     def _close(self, file: LogFile) -> None:
@@ -149,6 +187,11 @@ class LogFiles(Backlog[tuple[Callable[[], None], int]]):
             with contextlib.suppress(OSError):  # an error of a network disk at close was told at write
                 os.close(file.fd)
         file.fd = -1
+
+
+def _prune(run: RunFolder, generation: int) -> None:
+    with contextlib.suppress(OSError):
+        run.prune(generation)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -203,9 +246,10 @@ class RunFolder:
         self._mark = -1
 
     def hold(self) -> None:
-        """From now on no agent deletes it. Raises OSError."""
-        if self._mark >= 0:
+        """From now on no agent deletes it. Again where it was removed. Raises OSError."""
+        if self._mark >= 0 and (self.path / MARK).exists():
             return
+        self.release()
         self.path.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         mark = os.open(self.path / MARK, flags, 0o640)

@@ -21,7 +21,6 @@ shown, and kept among a worker's last lines; the log file has every byte.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import math
@@ -34,10 +33,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ...threads import Thread
 from ..common.events import IoThread
 from .console import Console
-from .log_files import PATIENCE_S, LogFile, LogFiles, RunFolder, run_folder
+from .log_files import PATIENCE_S, LogFile, LogFiles, run_folder
 
 LINE_MAX = 64 * 1024
 """A longer line is cut into pieces of this size."""
@@ -136,23 +134,21 @@ class WorkerLogs:
         directory: Path | None,
         node: str,
         console: Console,
+        files: LogFiles,
         count_lost: Callable[[int], None] = lambda size: None,
         *,
-        files: bool = True,
+        has_files: bool = True,
     ) -> None:
-        """In the reading thread `count_lost` is given how
-        many bytes are missing in a file because its disk stood still. Without `files` what workers print is in none,
-        and the folder of the run is for others."""
+        """`count_lost` is given how many bytes are missing in a file. Without `has_files` what workers print is in
+        none, and the folder of the run, if there is a `directory`, is for others."""
         self._directory = directory
-        self.has_files = files and directory is not None
+        self._files = files
+        self.has_files = has_files and directory is not None
         """The output of workers is written to files."""
-        self._run: RunFolder | None = None
-        self._tidying: Thread | None = None
+        self._run: Path | None = None
         self._node = node
         self._console = console
-        self._files = LogFiles(
-            "log-files", "the worker logs", "what is missing there goes to the console", count_lost
-        )
+        self._count_lost = count_lost
         self._streams: dict[tuple[int, int], tuple[_Stream, ...]] = {}
         self._copies: dict[tuple[int, str], LogFile] = {}
         """By generation and stream: of all workers here."""
@@ -161,28 +157,13 @@ class WorkerLogs:
         self._left_out: bytes | None = None
 
     def start(self) -> None:
-        if self.has_files:
-            self._files.start()
         self._io.start()
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """Output goes to the folder of this run from now on; old folders are deleted while workers print."""
-        if self._directory is None:
-            return
-        folder = run_folder(self._directory, job, run)
-        if self._run is None or self._run.path != folder:
-            if self._run is not None:
-                self._run.release()
-            self._run = RunFolder(folder)
-        if self._tidying is None or not self._tidying.is_alive():
-            tidy = partial(_tidy, self._run, generation)
-            self._tidying = Thread(tidy, "log-folders", lambda: None)
-            self._tidying.start()
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the present run, which may not exist yet; None before a run, or without a directory."""
-        return self._run.path.absolute() if self._run is not None else None
+        if self._directory is not None:
+            self._run = run_folder(self._directory.absolute(), job, run)
+            self._files.begin(self._run, generation)
 
     def leave_out(self, words: bytes) -> None:
         """From now on lines that end so are in the files only: they would only mislead."""
@@ -218,9 +199,9 @@ class WorkerLogs:
 
     def folder(self, generation: int, name: str) -> Path | None:
         """For what others write beside the logs of a generation, made soon; None when there are no files."""
-        if self.run is None or not self.has_files:
+        if self._run is None or not self.has_files:
             return None
-        folder = self.run / f"gen{generation}" / name
+        folder = self._run / f"gen{generation}" / name
         self._files.do(partial(_make_folder, folder))
         return folder
 
@@ -232,7 +213,7 @@ class WorkerLogs:
         """
         for stream in self._streams[generation, rank]:
             self._io.post(partial(self._drain, stream))
-        self._io.post(partial(self._files.do, then) if self.has_files else then)
+        self._io.post(partial(self._files.do, then))
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""
@@ -245,14 +226,10 @@ class WorkerLogs:
                 self._io.post(partial(self._files.finish, copies))
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Detaches everything; a stuck disk gets `timeout_s`, and no more. Once."""
-        deadline = time.monotonic() + timeout_s
+        """Detaches everything, in a bounded time. Once."""
         for generation in {generation for generation, _ in self._streams}:
             self.detach_generation(generation)
         self._io.close(timeout_s)
-        self._files.close()
-        if not self._files.join(max(0.0, deadline - time.monotonic())):
-            _log.warning("the last lines of the workers may be missing in their files: the disk stands still")
 
     def _stream(self, generation: int, rank: int, name: str, pipe: int, route: OutputRoute) -> _Stream:
         file = copies = None
@@ -272,7 +249,7 @@ class WorkerLogs:
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
         if self._run is None or not self.has_files:
             return None
-        return self._files.open(LogFile(self._run.path / f"gen{generation}" / folder / name))
+        return self._files.open(LogFile(self._run / f"gen{generation}" / folder / name, self._count_lost))
 
     def _misleads(self, line: bytes) -> bool:
         return self._left_out is not None and line.endswith(self._left_out)
@@ -342,10 +319,3 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _log.warning("no folder %s: %s", folder, error)
-
-
-def _tidy(run: RunFolder, generation: int) -> None:
-    """A disk that fails here fails the worker logs, too, where it is logged."""
-    with contextlib.suppress(OSError):
-        run.hold()
-        run.prune(generation)

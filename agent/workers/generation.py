@@ -28,10 +28,9 @@ from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .hangs.detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
 from .hangs.facts import StackFile, Target
 from .hangs.keeper import EvidenceKeeper, Look
-from .preloader.spares import Spares
 from .processes.guard import Guard
-from .processes.helper import WorkerStore
 from .processes.proc import process_status
+from .processes.spares import Spares, WorkerStore
 from .processes.subreaper import Subreaper
 from .processes.workers import WorkerGroup
 from .stopping import DrainState, JustInTimeState

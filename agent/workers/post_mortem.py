@@ -8,7 +8,6 @@ text is cleaned of what a terminal obeys, and long ones are cut.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ...rendezvous.text import clean as clean_line
 from ..common.ports import find_owner
+from .processes.proc import open_here
 
 LAST_WORDS = 3
 """The last lines in which a program without a traceback says why it ended."""
@@ -48,7 +48,7 @@ class ErrorReport:
 def read_error_file(path: Path) -> ErrorReport | None:
     """The error file that torch's `@record` wrote; None without one that can be used, whatever it contains."""
     try:
-        with open(path, "rb", opener=_open_here) as file:
+        with open(path, "rb", opener=open_here) as file:
             report = json.loads(file.read(_ERROR_FILE_MAX))
         message = report["message"]
         details = report if isinstance(message, str) else message.get("extraInfo")
@@ -61,11 +61,6 @@ def read_error_file(path: Path) -> ErrorReport | None:
     if isinstance(stack, str):
         stack = cut(clean_lines(stack).strip("\n"), _TRACEBACK_MAX, keep_end=True)
     return ErrorReport(cut(clean_lines(text), _EXCEPTION_MAX), stack if isinstance(stack, str) else None)
-
-
-def _open_here(path: str, flags: int) -> int:
-    """A worker chose what lies there: no link to elsewhere, and no pipe for which the main loop would wait."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def find_traceback(lines: Sequence[str]) -> ErrorReport | None:

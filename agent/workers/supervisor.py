@@ -102,7 +102,7 @@ class Supervisor:
         if self._config.command.kind == "binary":
             return True
         serves = world.members[0] == member
-        return self._processes.spares.prepared(member.slots + serves, now)
+        return self._processes.spares.prepared(member.slots + serves)
 
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> str:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node.
@@ -117,7 +117,6 @@ class Supervisor:
         self._processes.gpus.generation_begins()
         error = self._launch(generation, member, listener)
         self._participant.workers_started(world)
-        self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
         if error is not None:
             lack = lack_in(error)
@@ -162,6 +161,7 @@ class Supervisor:
             return False
         if generation.drain.begin(self._clock(), stopping=order.stopping):
             log.info("generation %d pauses after this step: %s", generation.number, order.reason)
+            self._fork_successors(generation)
             generation.pages.raise_flags()
         news = self._participant.workers_notified(generation.number)
         self._look(generation)
@@ -200,12 +200,17 @@ class Supervisor:
             if reason is not None:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
+            self._fork_successors(generation)
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
             if asking is not HANG_SIGNAL and generation.drain.drained <= generation.drain.finished:
                 within_s = grace_s if gently else math.inf
                 self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
         now = self._clock()
         generation.stop(HowToStop(now + grace_s, gently, asking, now), now)
+
+    def _fork_successors(self, generation: Generation) -> None:
+        """While these end: the next workers, and the server of their store, if it is to be here."""
+        self._processes.spares.fork(len(generation.group.ranks) + 1)
 
     def _stop_failed(self, asking: signal.Signals) -> None:
         """After a failure that is in the log."""

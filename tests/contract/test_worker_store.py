@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -13,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 from torch.distributed import TCPStore
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.ports import bind_listener
-from elastic_agent.agent.workers.processes.helper import WorkerStore
+from elastic_agent.agent.workers.processes import helper
+from elastic_agent.agent.workers.processes.spares import Spares, WorkerStore
 from tests.io_threads import started_io
 from tests.spare_keeper import SpareKeeper, adopting
 
@@ -37,7 +40,7 @@ class Node:
         """With a `keeper` the server is one of its spares."""
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.keeper = keeper
-        spares = keeper.spares if keeper is not None else NoSpares()
+        spares = keeper.spares if keeper is not None else cast(Spares, NoSpares())
         self.store = WorkerStore(environment, spares, started_io(), self.events.put)
         self.problems: list[str] = []
         self.store.on_failure = self.problems.append
@@ -45,7 +48,7 @@ class Node:
     def serve(self) -> socket.socket:
         """A generation begins."""
         if (keeper := self.keeper) is not None and not self.store.pids:
-            keeper.run_until(lambda: keeper.prepared(1))
+            keeper.run_until_prepared(1)
         listener = bind_listener(ADDRESS, 0, "master")
         self.port = listener.getsockname()[1]
         self.store.serve(listener)
@@ -83,7 +86,7 @@ class NoSpares:
 @pytest.fixture(scope="module")
 def keeper() -> Iterator[SpareKeeper]:
     with adopting():
-        keeper = SpareKeeper("torch.distributed", wanted=0).start()
+        keeper = SpareKeeper("torch.distributed").start()
         yield keeper
         keeper.spares.close()
 
@@ -149,26 +152,46 @@ def test_a_killed_server_ends_its_generation_and_the_next_one_gets_another(node:
     assert node.store.pids != (pid,)
 
 
-def test_a_torch_that_cannot_be_imported_is_a_problem_that_is_reported(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_torch_that_cannot_be_imported_is_a_problem_that_is_reported(tmp_path: Path) -> None:
     node = Node(torch_that("raise ImportError('libc10.so is missing')", tmp_path))
     node.serve()
     node.run_until(lambda: bool(node.problems))
-    assert "ended: exit code 1" in node.problems[0]
-    assert "ImportError: libc10.so is missing" in capfd.readouterr().err
+    assert node.problems[0].endswith("ended: exit code 1: ImportError: libc10.so is missing")
     assert refused(node.port)
 
 
-def test_the_server_does_not_see_the_agents_modules_by_their_bare_names(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_does_not_see_the_agents_modules_by_their_bare_names(tmp_path: Path) -> None:
     """A library that tries `import guard` means another."""
     looking = "from importlib.util import find_spec; raise ImportError(find_spec('guard'))"
     node = Node(torch_that(looking, tmp_path))
     node.serve()
     node.run_until(lambda: bool(node.problems))
-    assert "ImportError: None" in capfd.readouterr().err
+    assert "ImportError: None" in node.problems[0]
+
+
+def test_a_spare_that_cannot_serve_says_why(keeper: SpareKeeper) -> None:
+    node = Node(keeper=keeper)
+    keeper.run_until_prepared(1)
+    nothing, of_nobody = socket.socketpair()  # of no port
+    node.store.serve(nothing)
+    of_nobody.close()
+    node.run_until(lambda: bool(node.problems))
+    assert re.search(r"ended: exit code 1: \S*Error: ", node.problems[0])
+
+
+def test_a_server_that_does_not_die_stays_known_until_it_has_ended(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be taken for what a worker has left, and the generation would never end."""
+    node.serve()
+    [pid] = node.store.pids
+    monkeypatch.setattr(helper, "KILL_WAIT_S", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(helper.os, "kill", lambda *_: None)  # as in uninterruptible sleep
+        node.store.close()
+    assert node.store.pids == (pid,)
+    os.kill(pid, signal.SIGKILL)
+    node.run_until(lambda: not node.store.pids)
 
 
 def test_without_a_server_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_a_cgroup_that_cannot_be_divided_is_said_and_training_goes_on(job: Job, 
 
 
 def test_a_worker_that_cannot_be_held_is_not_started(tmp_path: Path) -> None:
-    from elastic_agent.agent.workers.processes.workers import tied
+    from elastic_agent.agent.workers.processes.helper import tied
 
     command = tied(["touch", str(tmp_path / "started")], cgroup=tmp_path / "none")
     ran = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -22,8 +22,8 @@ from textwrap import dedent
 
 import pytest
 
+from elastic_agent.agent.workers.processes.helper import tied
 from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
-from elastic_agent.agent.workers.processes.workers import tied
 from tests.spare_keeper import SpareKeeper, adopting
 
 PATIENCE_S = 60.0
@@ -74,10 +74,9 @@ class Bench:
             return self._outcome(process.wait(PATIENCE_S))
 
     def warm(self, case: Case) -> Outcome:
-        self._keeper.run_until(lambda: self._keeper.prepared(1))
-        spare = self._keeper.take()
+        self._keeper.run_until_prepared(1)
         with open("/dev/null") as nothing, open("out", "wb") as out, open("err", "wb") as err:
-            spare.become(self._start(case), [each.fileno() for each in (nothing, out, err)])
+            spare = self._keeper.hand_out(self._start(case), [each.fileno() for each in (nothing, out, err)])
             self._signal(case, spare.pid)
             code = spare.wait()
         self._keeper.run_until(lambda: spare.channel.fileno() == -1)  # all that it reported is logged
@@ -112,7 +111,7 @@ class Bench:
 
 class Keeper(SpareKeeper):
     def __init__(self, *names: str, **variables: str) -> None:
-        super().__init__(*names, wanted=1, **variables)
+        super().__init__(*names, **variables)
         self.variables = variables
 
 

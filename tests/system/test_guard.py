@@ -17,7 +17,7 @@ import pytest
 from elastic_agent.agent.workers.processes import guard as guard_module
 from elastic_agent.agent.workers.processes import shim as shim_module
 from elastic_agent.agent.workers.processes.guard import IGNORED, Guard
-from elastic_agent.agent.workers.processes.workers import start_helper
+from elastic_agent.agent.workers.processes.helper import start_helper
 from tests.consoles import full_pipe
 
 from .harness import C_LIBRARY_SIGNALS
@@ -213,6 +213,21 @@ def test_a_guard_that_was_killed_is_replaced_and_the_new_one_knows_all_sessions(
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     worker = sleeper(started)
     guard.watch(worker)
+    guard.check()
+    assert guard.pid != first
+    guard.close()
+    assert not alive(worker)
+
+
+def test_a_guard_that_does_not_read_is_replaced_before_it_misses_a_session(started: list[int]) -> None:
+    guard = Guard()
+    guard.start(uuid.uuid4().hex)
+    os.kill(first := guard.pid, signal.SIGSTOP)
+    worker = sleeper(started)
+    guard.watch(worker)
+    for number in range(10_000):  # until its pipe is full
+        guard.forget(10_000_000 + number)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     guard.check()
     assert guard.pid != first
     guard.close()

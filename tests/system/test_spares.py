@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from .harness import RECORDER, Agent, Job
@@ -25,25 +23,13 @@ def preloaded(job: Job, agent: Agent) -> Process:
     def found() -> Process | None:
         for process in job.processes():
             leads = process.parent == agent.pid and process.session == process.pid
-            if leads and "/preloader/fork_server.py" in str(process):
+            if leads and "-u" in str(process) and "/processes/fork_server.py" in str(process):
                 return process
         return None
 
     process = job.wait_for(found, "the fork server to run")
     assert process is not None
     return process
-
-
-def spares(job: Job, agent: Agent) -> set[int]:
-    """Those that the agent has adopted: one that is just being forked dies with the fork server."""
-    session = preloaded(job, agent).pid
-    of_agent = [process for process in job.processes() if process.parent == agent.pid]
-    return {process.pid for process in of_agent if process.session == session} - {session}
-
-
-def waiting(pids: Iterable[int]) -> int:
-    """How many of these have said that they are ready, and wait for what they are to become."""
-    return sum(psutil.Process(pid).status() == psutil.STATUS_SLEEPING for pid in pids)
 
 
 FROM_SPARES = "generation {}: {} workers? from spares in "
@@ -88,22 +74,20 @@ def test_how_a_worker_ends_is_reported_the_same_way(
     assert bool(agent.says(FROM_SPARES.format(1, 2))) == bool(options)
 
 
-def test_workers_and_spares_outlive_the_preloaded_process(job: Job) -> None:
+def test_workers_outlive_the_fork_server_and_start_cold_until_there_is_another(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     old = job.wait_for_training(world=2)
     first = preloaded(job, agent).pid
-    # One that has just been forked, and has not said so, ends with the fork server; one that has, sleeps.
-    job.wait_for(lambda: waiting(spares(job, agent)) >= 3, "spares for the next generation and its store")
     os.kill(first, signal.SIGKILL)
     job.wait_for_text(agent, "the fork server is gone: killed by SIGKILL")
     os.kill(old.pid(0), signal.SIGKILL)
     job.wait_for_training(world=2, after=old.number)
-    from_spares(job, agent, 2, 2)
+    job.wait_for_text(agent, "generation 2: 2 workers start cold: there is no fork server: killed by SIGKILL")
     assert [generation.number for generation in job.generations()] == [1, 2]
     assert preloaded(job, agent).pid != first
 
 
-def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: Job) -> None:
+def test_a_fork_server_that_stands_still_is_waited_for_only_so_long(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     old = job.wait_for_training(world=2)
     first = preloaded(job, agent).pid
@@ -112,7 +96,7 @@ def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: J
     new = job.wait_for_training(world=2, after=old.number)
     job.wait_for_text(agent, "the fork server is gone: it has not forked")
     assert preloaded(job, agent).pid != first
-    job.wait_for(lambda: len(spares(job, agent)) >= 2, "spares of its successor")
+    job.wait_for(lambda: agent.text.count("preloaded ") == 2, "its successor")
     os.kill(new.pid(1), signal.SIGKILL)
     job.wait_for_training(world=2, after=new.number)
     from_spares(job, agent, 3, 2)
@@ -121,8 +105,8 @@ def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: J
 def test_after_sigkill_of_the_agent_nothing_is_left_within_a_second(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     job.wait_for_training(world=2)
-    everyone = 1 + 2 + 2 + 3  # workers, spares, fork server, store server and guard
-    job.wait_for(lambda: len(family(agent.pid)) >= everyone, "idle spares")
+    everyone = 1 + 2 + 3  # workers, fork server, store server and guard
+    job.wait_for(lambda: len(family(agent.pid)) >= everyone, "all that an agent starts")
     agent.signal(signal.SIGKILL)
     killed_at = time.monotonic()
     job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", NOTHING_LEFT_S)

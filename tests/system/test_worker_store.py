@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from elastic_agent.agent.workers.processes.helper import SERVER
+from elastic_agent.agent.workers.processes.spare_wire import FORK_SERVER, STORE
 from tests.etcd_servers import EtcdCluster
 
 from .harness import ORPHANS_S, RECORDER, Job
@@ -23,7 +23,7 @@ def servers(job: Job) -> list[int]:
             command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if os.fsencode(SERVER) in command[1:2]:
+        if command[1:3] == [os.fsencode(FORK_SERVER), STORE.encode()]:
             found.append(process.pid)
     return found
 

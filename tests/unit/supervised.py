@@ -30,10 +30,9 @@ from elastic_agent.agent.workers.generation import Processes
 from elastic_agent.agent.workers.hangs.detector import ActivityReader
 from elastic_agent.agent.workers.hangs.facts import Target
 from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
-from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
-from elastic_agent.agent.workers.processes.helper import WorkerStore
+from elastic_agent.agent.workers.processes.spares import Spares, WorkerStore
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GpuFacts, NvmlFacts
@@ -131,13 +130,12 @@ class FakeNvml:
 
 
 class FakeSpares(Ignored):
-    ready = 0
     loaded = False
 
     def turn(self, now: float) -> None:
         return None
 
-    def prepared(self, count: int, now: float) -> bool:
+    def prepared(self, count: int) -> bool:
         return True
 
 

@@ -75,17 +75,16 @@ workers/processes: common output configuration
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
 workers/hangs: common output workers/processes
-workers/preloader: common workers/processes
 rendezvous_io: common configuration machine
 observability: common output configuration workers/processes rendezvous_io
 workers: common output configuration checkpoints machine rendezvous_io workers/processes \
-    workers/hangs workers/preloader observability
+    workers/hangs observability
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
     observability
 main: common output configuration workers/processes machine checkpoints \
-    workers/hangs workers/preloader rendezvous_io observability workers
+    workers/hangs rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
-    configuration machine workers/preloader rendezvous_io main commands
+    configuration machine workers/processes rendezvous_io main commands
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main
 start: common configuration workers/processes machine main pool
 """

@@ -13,8 +13,8 @@ from elastic_agent.agent.commands import runs
 from elastic_agent.agent.commands.runs import diagnose as main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.main.assembly import about_node
-from elastic_agent.agent.output.journal import EventFile, Journal, Kind
-from elastic_agent.agent.output.log_files import MARK
+from elastic_agent.agent.output.journal import Journal, Kind
+from elastic_agent.agent.output.log_files import MARK, LogFiles
 
 CANARY = "c4n4ry-Value9"
 
@@ -75,11 +75,12 @@ def test_journal_and_settings_have_no_secret_of_the_agents(tmp_path: Path) -> No
     """The command does not know their values, which stand for themselves in what the agent writes."""
     secrets, logs = {CANARY}, tmp_path / "logs"
     beside = about_node("a", [f'script = "{CANARY}"'], secrets)
-    journal = Journal("a", time.time, EventFile(lambda: None, beside=beside), secrets=secrets)
-    journal.start()
+    files = LogFiles()
+    files.start()
+    journal = Journal("a", time.time, files, secrets=secrets, beside=beside)
     journal.begin(logs / "digits-3f2a")
     journal.note(Kind.FAILURE, f"exit code 1: ValueError: {CANARY}")
-    journal.close()
+    files.close()
     found = bundled(logs / "digits-3f2a", tmp_path)
     assert {"events-a.jsonl", "configuration-a.toml"} < set(found)
     assert not [name for name, text in found.items() if CANARY in text]

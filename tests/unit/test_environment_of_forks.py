@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_agent.agent.workers.preloader.imported import obstacle, set_too_late
+from elastic_agent.agent.workers.processes.imported import obstacle, set_too_late
 
 BASE = {"OMP_NUM_THREADS": "1", "HOME": "/root"}
 

@@ -250,7 +250,7 @@ def test_a_dump_that_torch_is_still_writing_is_read_when_it_is_whole(
     assert records.recorded(0.0)[3].groups == HERE
 
 
-@pytest.mark.parametrize("what", ["garbage", "folder"])
+@pytest.mark.parametrize("what", ["garbage", "folder", "link", "pipe"])
 def test_what_is_no_dump_is_refused_and_holds_nobody_up(what: str, torch: Torch, tmp_path: Path) -> None:
     def write(seconds: float) -> None:
         torch.now += seconds
@@ -258,12 +258,24 @@ def test_what_is_no_dump_is_refused_and_holds_nobody_up(what: str, torch: Torch,
             return
         if what == "folder":
             torch.file.mkdir()
+        elif what == "link":
+            (tmp_path / "elsewhere").write_bytes(bytes_of(waits(2)))
+            torch.file.symlink_to(tmp_path / "elsewhere")
+        elif what == "pipe":
+            os.mkfifo(torch.file)
         else:
             torch.file.write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
 
     records = FlightRecords(tmp_path, torch.clock, write)
     ordered(records)
     assert records.recorded(0.0) == {}
+
+
+def test_no_order_goes_through_a_link(torch: Torch, records: FlightRecords, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").touch()
+    (torch.file.parent / "pipe_4.pipe").symlink_to(tmp_path / "elsewhere")
+    records.order([4])
+    assert (tmp_path / "elsewhere").read_bytes() == b""
 
 
 def test_where_no_rank_has_a_pipe_nothing_is_waited_for(torch: Torch, records: FlightRecords) -> None:

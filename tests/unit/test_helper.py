@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.workers.processes import helper as module
-from elastic_agent.agent.workers.processes.helper import Helper
-from elastic_agent.agent.workers.processes.workers import start_helper
+from elastic_agent.agent.workers.processes.helper import Helper, start_helper
 from tests.io_threads import started_io
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]

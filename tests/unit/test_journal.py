@@ -6,16 +6,16 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.output import journal as module
 from elastic_agent.agent.output import log_files
 from elastic_agent.agent.output.journal import (
     EVENT,
     MAX_EVENT_TEXT,
-    EventFile,
     JobEvent,
     Journal,
     Kind,
@@ -24,7 +24,7 @@ from elastic_agent.agent.output.journal import (
     read_events,
     read_file,
 )
-from elastic_agent.agent.output.log_files import MARK, delete_run
+from elastic_agent.agent.output.log_files import MARK, LogFiles, delete_run
 
 PATIENCE_S = 20.0
 
@@ -50,10 +50,20 @@ def written(path: Path) -> list[str]:
     return [event.text for event in read_file(path)]
 
 
-def a_journal(lost: Lost, most_bytes: int = 10**6) -> Journal:
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, most_bytes))
-    journal.start()
-    return journal
+class Kept(Journal):
+    """With files of its own, which end with it."""
+
+    def __init__(self, lost: Lost, beside: Mapping[str, str] = {}) -> None:
+        self.files = LogFiles()
+        self.files.start()
+        super().__init__("a", lambda: 1000.0, self.files, beside=beside, count_lost=lost)
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def a_journal(lost: Lost) -> Kept:
+    return Kept(lost)
 
 
 # --- Events
@@ -184,8 +194,11 @@ def test_another_life_of_the_agent_goes_on_behind_a_line_that_was_cut(tmp_path: 
     assert written(tmp_path / "events-a.jsonl") == ["one", "two", "three"]
 
 
-def test_the_file_is_bounded_and_the_part_before_is_kept(tmp_path: Path, lost: Lost) -> None:
-    journal = a_journal(lost, most_bytes=2000)
+def test_the_file_is_bounded_and_the_part_before_is_kept(
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 2000)
+    journal = a_journal(lost)
     journal.begin(tmp_path)
     for number in range(100):
         journal.note(Kind.LOAD, str(number))
@@ -208,7 +221,8 @@ def test_no_event_waits_for_a_disk_that_stands_still(
         assert moves.wait(PATIENCE_S)
         return write(fd, data)
 
-    monkeypatch.setattr(log_files, "QUEUE_MAX", 2000)
+    monkeypatch.setattr(log_files, "QUEUE_MAX", 0)
+    monkeypatch.setattr(log_files, "EVENTS_MAX", 2000)
     monkeypatch.setattr(log_files.os, "write", still)
     journal = a_journal(lost)
     journal.begin(tmp_path)
@@ -223,7 +237,7 @@ def test_no_event_waits_for_a_disk_that_stands_still(
     assert written(tmp_path / "events-a.jsonl")[0] == "first"
     assert len(written(tmp_path / "events-a.jsonl")) == 101 - lost.events
     [record] = caplog.records
-    assert record.getMessage().startswith("the disk of the event file stands still")
+    assert record.getMessage().startswith("the disk of the worker logs and events stands still")
 
 
 def test_a_full_disk_costs_its_events_and_is_told_once(
@@ -244,14 +258,13 @@ def test_a_full_disk_costs_its_events_and_is_told_once(
     journal.begin(tmp_path)
     for text, is_full in (("one", False), ("two", True), ("three", True), ("four", False)):
         done.clear()
-        assert journal._file is not None
-        journal._file.do(lambda value=is_full: full.__setitem__(0, value))  # type: ignore[misc]
+        journal.files.do(lambda value=is_full: full.__setitem__(0, value))  # type: ignore[misc]
         journal.note(Kind.LOAD, text)
     journal.close()
     assert written(tmp_path / "events-a.jsonl") == ["one", "four"]
     assert lost.events == 2
     [record] = caplog.records
-    assert "is not written: No space left on device; the job goes on" in record.getMessage()
+    assert "events-a.jsonl: No space left on device; the job goes on" in record.getMessage()
 
 
 def test_a_folder_that_cannot_be_made_costs_the_file_alone(
@@ -268,17 +281,15 @@ def test_a_folder_that_cannot_be_made_costs_the_file_alone(
     assert texts(journal.since(0, 10)) == ["one", "two"]
 
 
-def flushed(journal: Journal) -> None:
+def flushed(journal: Kept) -> None:
     done = threading.Event()
-    assert journal._file is not None
-    journal._file.do(done.set)
+    journal.files.do(done.set)
     assert done.wait(PATIENCE_S)
 
 
 def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: Path, lost: Lost) -> None:
     beside = {"configuration-a.toml": "nnodes = 2"}
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside=beside))
-    journal.start()
+    journal = Kept(lost, beside)
     journal.begin(tmp_path / "job-run")
     journal.note(Kind.LOAD, "one")
     journal.close()
@@ -289,8 +300,7 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
 
 def test_a_file_beside_that_cannot_be_written_costs_no_event(tmp_path: Path, lost: Lost) -> None:
     (tmp_path / "job-run" / "configuration-a.toml").mkdir(parents=True)
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside={"configuration-a.toml": "nnodes = 2"}))
-    journal.start()
+    journal = Kept(lost, {"configuration-a.toml": "nnodes = 2"})
     journal.begin(tmp_path / "job-run")
     journal.note(Kind.LOAD, "one")
     journal.close()
@@ -335,17 +345,15 @@ def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:
 
 
 def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_ends(
-    tmp_path: Path, lost: Lost
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "job-run"
-    journal = a_journal(lost, most_bytes=1000)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
+    journal = a_journal(lost)
     journal.begin(folder)
     for number in range(20):
         journal.note(Kind.LOAD, str(number))
-    written = threading.Event()
-    assert journal._file is not None
-    journal._file.do(written.set)
-    assert written.wait(PATIENCE_S)
+    flushed(journal)
     delete_run(folder)
     journal.close()
     assert folder.exists()
@@ -360,5 +368,5 @@ def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_end
 def no_thread_stays() -> Iterator[None]:
     yield
     assert not [
-        thread for thread in threading.enumerate() if thread.name == "event-file" and thread.is_alive()
+        thread for thread in threading.enumerate() if thread.name == "log-files" and thread.is_alive()
     ]

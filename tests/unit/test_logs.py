@@ -19,6 +19,7 @@ import pytest
 import elastic_agent.agent.output.console as console_module
 import elastic_agent.agent.output.log_files as log_files_module
 from elastic_agent.agent.output.console import Console
+from elastic_agent.agent.output.log_files import LogFiles
 from elastic_agent.agent.output.worker_logs import TAIL_LINES, OutputRoute, WorkerLogs
 
 PATIENCE_S = 20.0
@@ -43,6 +44,28 @@ def started(console: Console) -> Console:
     return console
 
 
+class Logs(WorkerLogs):
+    """With files of its own, which end with it."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        node: str,
+        console: Console,
+        lost: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        self.files = LogFiles()
+        super().__init__(directory, node, console, self.files, lost)
+
+    def start(self) -> None:
+        self.files.start()
+        super().start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        super().close(timeout_s)
+        self.files.close(timeout_s)
+
+
 class Rig:
     """`WorkerLogs` whose console is two files, and pipes that play workers."""
 
@@ -54,7 +77,7 @@ class Rig:
         self._out = (console / "out").open("wb", buffering=0)
         self._err = (console / "err").open("wb", buffering=0)
         self.shown = started(Console("n1", self._out.fileno(), self._err.fileno()))
-        self.logs = WorkerLogs(directory, "n1", self.shown, lost)
+        self.logs = Logs(directory, "n1", self.shown, lost)
         self.logs.start()
         self.logs.begin("job", "run", 1)
 
@@ -227,7 +250,7 @@ def test_drain_ends_though_another_process_writes_without_end(rig: Rig) -> None:
 def test_what_is_not_read_is_not_drained(tmp_path: Path) -> None:
     with (tmp_path / "console").open("wb", buffering=0) as console:
         shown = Console("n1", console.fileno(), console.fileno())
-        logs = WorkerLogs(None, "n1", shown)  # not started: nobody reads
+        logs = Logs(None, "n1", shown)  # not started: nobody reads
         (out_read, _), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, (out_read, err_read), ROUTES)
         assert not drained(logs, 1, 0, 0.01)
@@ -297,7 +320,7 @@ def test_a_disk_that_does_not_answer_costs_the_main_thread_no_wait(tmp_path: Pat
     try:
         for rank in range(8):
             rig.worker(rank=rank)
-        rig.logs._files.do(lambda: disk_answers.wait() and None)  # what the thread does when a write hangs
+        rig.logs.files.do(lambda: disk_answers.wait() and None)  # what the thread does when a write hangs
         for rank in range(8):
             rig.logs.drain(1, rank, partial(done.put, rank))
         assert rig.logs.folder(1, "flight_records") == tmp_path / "logs/job-run/gen1/flight_records"
@@ -323,7 +346,7 @@ def test_a_disk_that_does_not_answer_stops_no_worker_and_what_is_lost_is_counted
         out, _ = rig.worker()
         os.write(out, b"first\n")
         assert drained(rig.logs, 1, 0)
-        rig.logs._files.do(lambda: disk_answers.wait() and None)
+        rig.logs.files.do(lambda: disk_answers.wait() and None)
         writer = write_numbered_lines(out)
         writer.join(PATIENCE_S)
         assert not writer.is_alive(), "the worker waits for the disk"
@@ -347,12 +370,12 @@ def test_the_end_does_not_wait_for_a_disk_for_ever(tmp_path: Path, caplog: pytes
     disk_answers = threading.Event()
     try:
         rig.worker()
-        rig.logs._files.do(lambda: disk_answers.wait() and None)
+        rig.logs.files.do(lambda: disk_answers.wait() and None)
         ends = threading.Thread(target=rig.logs.close, args=(0.2,))
         ends.start()
         ends.join(PATIENCE_S)
         assert not ends.is_alive()
-        assert "the last lines of the workers may be missing" in caplog.text
+        assert "the last lines of workers and events may be missing" in caplog.text
     finally:
         disk_answers.set()
         rig.shown.close(PATIENCE_S)
@@ -472,7 +495,7 @@ def test_a_console_that_is_gone_costs_the_console_only(
     os.close(read)
     with os.fdopen(write, "wb", buffering=0) as gone, (tmp_path / "err").open("wb", buffering=0) as err:
         shown = started(Console("n1", gone.fileno(), err.fileno()))
-        logs = WorkerLogs(tmp_path / "logs", "n1", shown)
+        logs = Logs(tmp_path / "logs", "n1", shown)
         logs.start()
         logs.begin("job", "run", 1)
         (out_read, out), (err_read, errors) = os.pipe(), os.pipe()
@@ -504,7 +527,7 @@ def test_a_slow_console_slows_the_workers_and_loses_nothing(
     monkeypatch.setattr(console_module, "QUEUE_MAX", 4096)  # full after each read
     read, write = os.pipe()
     with os.fdopen(write, "wb", buffering=0) as slow:
-        logs = WorkerLogs(None, "n1", started(Console("n1", slow.fileno(), slow.fileno())))
+        logs = Logs(None, "n1", started(Console("n1", slow.fileno(), slow.fileno())))
         logs.start()
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()
         logs.attach(1, 0, (out_read, err_read), ROUTES)
@@ -524,7 +547,7 @@ def test_a_console_that_stands_still_does_not_stop_workers_and_gaps_are_marked_l
     read, write = os.pipe()
     os.set_blocking(write, blocking)
     with os.fdopen(write, "wb", buffering=0) as stuck:
-        logs = WorkerLogs(tmp_path / "logs", "n1", started(Console("n1", stuck.fileno(), stuck.fileno())))
+        logs = Logs(tmp_path / "logs", "n1", started(Console("n1", stuck.fileno(), stuck.fileno())))
         logs.start()
         logs.begin("job", "run", 1)
         (out_read, out), (err_read, _) = os.pipe(), os.pipe()

@@ -100,10 +100,10 @@ def test_what_shards_a_state_has_this_name(kind: Kind) -> None:
 
 
 def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> None:
-    """`agent/workers/preloader/imported.py`: DEFAULT_PRELOAD."""
+    """`agent/workers/processes/imported.py`: DEFAULT_PRELOAD."""
     program = (
         "import sys; sys.modules['torch.profiler._cupti_monitor'] = None\n"
-        "from elastic_agent.agent.workers.preloader.imported import *\n"
+        "from elastic_agent.agent.workers.processes.imported import *\n"
         "assert Imported(['default']).skipped == {}\n"
         "print(*Imported([*DEFAULT_PRELOAD, 'torch.no_such_module']).skipped)"
     )

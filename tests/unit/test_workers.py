@@ -18,6 +18,7 @@ from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.spares import Spares
 from elastic_agent.agent.workers.processes.workers import (
     LEFTOVER_LONGEST_PAUSE_S,
     WorkerGroup,
@@ -49,6 +50,9 @@ class NoSpares:
         return None
 
 
+NO_SPARES = cast(Spares, NoSpares())
+
+
 def group_of(
     post: Callable[[Event], None] = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
@@ -58,6 +62,12 @@ def group_of(
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
     return WorkerGroup(1, guard, logs, started_io(), exited, post, clock, cgroup, unknown_children)
+
+
+def reaped() -> WorkerGroup:
+    """As the main loop does, each worker is reaped when it has ended."""
+    group = group_of(lambda event: event(), exited=lambda _, local_rank, at: group.reap(local_rank))  # type: ignore[operator]
+    return group
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:
@@ -98,9 +108,9 @@ def test_a_worker_that_cannot_be_started_leaves_no_end_to_wait_for(
         return started[-1]
 
     monkeypatch.setattr(workers.subprocess, "Popen", popen)
-    group = group_of()
+    group = reaped()
     with pytest.raises(BlockingIOError):
-        group.start(SLEEP, specs(), NoSpares())
+        group.start(SLEEP, specs(), NO_SPARES)
     assert set(group.cold) == set(group.ranks), "who did not start at all did not start cold"
     group.stop(1.0, gently=False)
     drive(group)
@@ -116,26 +126,26 @@ def test_a_start_that_fails_for_want_of_descriptors_gives_back_its_own(
     started_io()
     gc.collect()  # what earlier tests have left open is closed now, and not meanwhile
     before = os.listdir("/proc/self/fd")
-    group = group_of()
+    group = reaped()
     with monkeypatch.context() as patch:
         scarce(patch, call, left)
         with pytest.raises(OSError, match="Too many open files"):
-            group.start(SLEEP, specs(), NoSpares())
+            group.start(SLEEP, specs(), NO_SPARES)
     drive(group)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signals reach nothing, as those to a process in uninterruptible sleep."""
-    group = group_of()
+    group = reaped()
     with monkeypatch.context() as patch:
         patch.setattr(WorkerGroup, "_signal", lambda *args, **kwargs: None)
-        scarce(patch, "pidfd_open", 0)
+        scarce(patch, "pidfd_open", 2)
         with pytest.raises(OSError, match="Too many open files"):
-            group.start(SLEEP, specs(2), NoSpares())
+            group.start(SLEEP, specs(3), NO_SPARES)
         assert not group.gone()
     assert group.running == 2
-    group.stop(300.0, gently=False)  # kills them, whatever was found
+    group.stop(300.0, gently=False)
     drive(group)
     assert set(group.returncodes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}
 
@@ -144,7 +154,7 @@ def test_what_only_the_cgroup_still_shows_counts_as_not_dying(tmp_path: Path) ->
     """Plain files stand in for a cgroup whose process no signal ends and no mark tells."""
     now, cgroup = [100.0], tmp_path / "generation-1"
     group = group_of(clock=lambda: now[0], cgroup=cgroup)
-    group.start(SLEEP, (), NoSpares())
+    group.start(SLEEP, (), NO_SPARES)
     (cgroup / "cgroup.procs").write_text("4711\n")
     (cgroup / "cgroup.events").write_text("populated 1\n")
     group.stop(0.0, gently=False)
@@ -165,7 +175,7 @@ def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest
     monkeypatch.setattr(workers, "find_processes", lambda *args, **kwargs: {4711: "1"})
     monkeypatch.setattr(workers.os, "kill", refuse)
     group = group_of()
-    group.start(SLEEP, (), NoSpares())
+    group.start(SLEEP, (), NO_SPARES)
     group.stop(0.0, gently=False)
     assert not group.gone()
     assert group.unkillable() == {4711}
@@ -176,7 +186,7 @@ def test_an_orphan_that_comes_while_proc_is_listed_is_not_overlooked() -> None:
     orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
     looks = iter([(), (orphan.pid,), (orphan.pid,), (orphan.pid,)])
     group = group_of(unknown_children=lambda: next(looks, ()))
-    group.start(SLEEP, (), NoSpares())
+    group.start(SLEEP, (), NO_SPARES)
     group.stop(0.0, gently=False)
     assert not group.gone()
     assert not group.gone()

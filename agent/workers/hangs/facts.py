@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from ....health.hang_report import Recorded
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
-from ..processes.proc import read, stat_of, status_field
+from ..processes.proc import MemoryFile, read, stat_of, status_field
 
 BUSY_SHARE = 0.3
 """Of one processor."""
@@ -199,33 +199,20 @@ _THREAD = re.compile(
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
 
 
-class StackFile:
-    """In this process' memory, until nobody here uses it any more: one worker writes there."""
+class StackFile(MemoryFile):
+    """Where one worker writes its stacks. Raises OSError."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
-        self._fd = os.memfd_create("elastic-agent-stacks", os.MFD_CLOEXEC)
-        os.fchmod(self._fd, 0o600)
+        super().__init__("stacks")
         # Not os.getpid(): a container may see the /proc of another pid namespace.
-        self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._fd}"
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
+        self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self.fd}"
 
     def clear(self) -> None:
-        os.ftruncate(self._fd, 0)
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self._fd).st_size
-
-    def read(self) -> str:
-        return os.pread(self._fd, MOST_BYTES, 0).decode(errors="backslashreplace")
+        os.ftruncate(self.fd, 0)
 
     def is_open_in(self, pid: int) -> bool:
         try:
-            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self._fd))
+            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self.fd))
         except OSError:
             return False
 
@@ -259,7 +246,7 @@ def ask(
             break
         before = sizes
         sleep(PAUSE_S)
-    texts = {pid: file.read() for pid, file in files.items()}
+    texts = {pid: file.read(MOST_BYTES) for pid, file in files.items()}
     silent = {pid: "it has not answered: it may block the signal" for pid, text in texts.items() if not text}
     return {pid: (texts.get(pid, ""), why or silent.get(pid, "")) for pid, why in refused.items()}
 

@@ -28,6 +28,7 @@ from typing import Any
 from ....codec import Invalid
 from ....health.hang_report import LABEL, MAX_GROUPS, InGroup, Recorded
 from ...output.log_files import FLIGHT_RECORDS
+from ..processes.proc import open_here
 
 COMES_WITHIN_S = 4.0
 """A dump that comes later is not read; less than the shortest pause between two inquiries."""
@@ -50,7 +51,7 @@ _MOST_NAME = 200
 def ask(generation: Path, rank: int) -> bool:
     """Whether the recorder of this rank takes the order. `generation` is its folder."""
     try:
-        pipe = os.open(generation / FLIGHT_RECORDS / f"pipe_{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        pipe = open_here(f"{generation}/{FLIGHT_RECORDS}/pipe_{rank}.pipe", os.O_WRONLY)
     except OSError:
         return False  # no rank of NCCL, or one that has ended
     try:
@@ -204,7 +205,8 @@ class FlightRecords:
                 if seen[rank] in (None, before):
                     continue
                 try:
-                    groups = groups_of(read_pickle(self._path(rank).read_bytes()))
+                    with open(self._path(rank), "rb", opener=open_here) as file:
+                        groups = groups_of(read_pickle(file.read(MOST_BYTES + 1)))
                 except (Invalid, OSError):
                     continue  # torch may still be writing it
                 known = self._shown.get(rank)
@@ -217,7 +219,7 @@ class FlightRecords:
 
     def _version(self, rank: int) -> tuple[int, int, int] | None:
         try:
-            found = self._path(rank).stat()
+            found = self._path(rank).lstat()
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size

@@ -39,9 +39,6 @@ READ_S = 0.1
 CLOSE_S = 1.0
 """At the end the last files have so long."""
 
-WRITTEN_WITHIN_S = 0.1
-"""A summary that names the folder waits so long for files that are being written."""
-
 
 @dataclass(slots=True, eq=False)
 class Look:
@@ -82,8 +79,6 @@ class EvidenceKeeper:
         self._asking: Thread | None = None
         self._newest: Look | None = None
         self._failing = False
-        self._written_of = 0
-        """The generation of the newest files."""
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """A generation starts here."""
@@ -98,15 +93,9 @@ class EvidenceKeeper:
         return self._run / f"gen{self._generation}" / "evidence" if self._run is not None else None
 
     def where(self) -> str:
-        """The evidence of this generation, for people: its folder if something is there, or will be. Waits for
-        `WRITTEN_WITHIN_S` at most."""
-        folder, thread = self.folder, self._thread
-        if folder is None or not self._looks:
-            return ""
-        if thread is not None:
-            thread.join(WRITTEN_WITHIN_S)
-        there = self._written_of == self._generation or (thread is not None and thread.is_alive())
-        return str(folder) if there else ""
+        """The evidence of this generation, for people: its folder, if something was written there, or will be."""
+        folder = self.folder
+        return str(folder) if folder is not None and self._looks and not self._failing else ""
 
     def look(
         self,
@@ -164,7 +153,7 @@ class EvidenceKeeper:
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
         if targets and look.path is not None:
-            self._write(look.path, texts, generation)
+            self._write(look.path, texts)
 
     def _recorded(
         self, records: FlightRecords, targets: Sequence[Target], until: float
@@ -178,12 +167,12 @@ class EvidenceKeeper:
             self._asking.join(max(0.0, until - self._clock()))
         return records.recorded(asked_at)
 
-    def _write(self, path: Path, texts: dict[str, str], generation: int) -> None:
+    def _write(self, path: Path, texts: dict[str, str]) -> None:
         try:
             _make_private(path)
             for name, text in texts.items():
                 _write_private(path / name, masked(text, self._secrets).encode(errors="backslashreplace"))
-            self._failing, self._written_of = False, generation
+            self._failing = False
         except OSError as error:
             if not self._failing:
                 self._failing = True

@@ -60,7 +60,7 @@ PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import ma
 
 
 class Guard:
-    """The agent's end. For one thread. A guard that was killed is replaced by the next `check`."""
+    """The agent's end. For one thread. A guard that was killed, or does not read, is replaced by the next `check`."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
@@ -160,6 +160,8 @@ class Guard:
     def _send(self, line: str) -> None:
         try:
             os.write(self._pipe, line.encode())
+        except BlockingIOError:  # it lives, and does not read: it would not know this session
+            self._running.kill()
         except OSError:
             pass  # it was killed: the next one is told of all sessions
 

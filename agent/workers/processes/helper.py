@@ -1,20 +1,8 @@
-"""A process of the agent's own beside the workers, such as the disk writer: started anew when it has ended.
+"""Processes of the agent's own beside the workers, such as the disk writer, and how each is tied to the agent's life.
 
-It dies with the agent, and no signal to all of a service ends it (`start_helper`). What it reads or writes may
-hang in the kernel, so the agent waits for its end for a bounded time, and then leaves it behind.
-
-One of them serves the workers' own store: one fresh TCPStore for each generation, on a socket that was bound long
-before. torchrun keeps one store for all restarts, and on torch 2.13 the second process group finds the first one's keys
-and hangs. Here the master node serves a new store on a listening socket bound when it joined: no other process can take
-the port in between, and a worker that connects before the store is up waits in the backlog instead of failing and
-retrying half a second later.
-
-Importing torch costs two seconds and 150 MB, so another process serves it (see `store_server`): a spare that becomes
-it, or else a process of its own. The socket is its standard input, and closed here then. If it ends before its
-generation does, that fails.
-
-Invariant: a listening socket is open only while a store is served on it or soon will be. Workers of a store that
-has ended are refused, never left to wait.
+A helper dies with the agent, and no signal to all of a service ends it (`start_helper`). It is started anew when it has
+ended. What it reads or writes may hang in the kernel, so the agent waits for its end for a bounded time, and then
+leaves it behind.
 """
 
 from __future__ import annotations
@@ -22,23 +10,76 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.events import Event, IoThread
+from ...common.events import IoThread
 from ...common.exits import describe_exit
+from .guard import IGNORED
 from .proc import KILL_WAIT_S, has_ended, process_status, reap_within
-from .spare_wire import ServeStore
-from .workers import Spares, start_helper
 
 if TYPE_CHECKING:
     from .proc import Child
 
 log = logging.getLogger(__name__)
+
+SHIM = Path(__file__).with_name("shim.py")
+
+
+def job_python(environ: Mapping[str, str]) -> str:
+    """The interpreter of the workers; torchrun's variable may name another than ours."""
+    return environ.get("PYTHON_EXEC", sys.executable)
+
+
+def tied(
+    command: Sequence[str],
+    cpus: Sequence[int] = (),
+    cgroup: Path | None = None,
+    *,
+    helper: bool = False,
+) -> list[str]:
+    """The same command, through the shim: it dies with this process, and with the thread that starts it.
+
+    It runs on these CPUs only, if any are given, and in this cgroup. A `helper` is the agent's own process.
+    """
+    shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
+    return [*shim, *place_words(cpus, cgroup), "--helper" if helper else "--", *command]
+
+
+def start_helper(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: int,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a process of the agent's own, which no signal to all processes ends, from its very first moment.
+
+    It dies with this process, like a worker. The signals are blocked until the shim ignores them. Raises OSError.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            tied(command, helper=True),
+            env=dict(environment),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def place_words(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
+    """The arguments of `shim`."""
+    return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
 class Helper:
@@ -49,6 +90,8 @@ class Helper:
         self._io = io
         self._ended = ended
         self._process: Child | None = None
+        self._left: list[Child] = []
+        """Killed, and not ended yet. They are still children of this process, and none that a worker has left."""
 
     @property
     def runs(self) -> bool:
@@ -56,13 +99,19 @@ class Helper:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (self._process.pid,) if self._process is not None else ()
+        self._left = [each for each in self._left if reap_within(each, 0.0) is None]
+        return tuple(each.pid for each in (self._process, *self._left) if each is not None)
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int,
+        pass_fds: Sequence[int] = (),
+        stderr: int | None = None,
     ) -> None:
         """Raises OSError."""
-        self.watch(start_helper(command, environment, stdin, pass_fds=pass_fds))
+        self.watch(start_helper(command, environment, stdin, stderr=stderr, pass_fds=pass_fds))
 
     def watch(self, process: Child) -> None:
         """One that was started in another way. Raises OSError: it has been ended then."""
@@ -89,8 +138,8 @@ class Helper:
     def end(self, consequence: str = "") -> None:
         """It has nothing to finish. `consequence`: of its being left behind."""
         process = self.release()
-        if process is not None:
-            end(process, consequence)
+        if process is not None and not end(process, consequence):
+            self._left.append(process)
 
     def _readable(self, pidfd: int) -> None:
         self._io.forget(pidfd)
@@ -98,52 +147,12 @@ class Helper:
         self._ended()
 
 
-def end(process: Child, consequence: str = "") -> None:
-    """It may be in the middle of a write to a disk that is dead, and then never ends."""
+def end(process: Child, consequence: str = "") -> bool:
+    """Whether it has ended: it may be in the middle of a write to a disk that is dead, and then never does."""
     os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped
-    if reap_within(process, KILL_WAIT_S) is None:
+    ended = reap_within(process, KILL_WAIT_S) is not None
+    if not ended:
         log.warning(
             "%s. It was killed, and is left behind%s", process_status(f"/proc/{process.pid}"), consequence
         )
-
-
-# --- The workers' store
-
-SERVER = Path(__file__).with_name("store_server.py")
-
-
-class WorkerStore:
-    """For the main thread: the server dies with the thread that starts it."""
-
-    def __init__(
-        self, environment: Mapping[str, str], spares: Spares, io: IoThread, post: Callable[[Event], None]
-    ) -> None:
-        """`environment` is what the workers inherit."""
-        # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
-        self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self._spares = spares
-        self._server = Helper(io, lambda: post(self._ended))
-        self.on_failure: Callable[[str], object] = lambda problem: None
-        """Called with the reason when the store that is to be served is not."""
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._server.pids
-
-    def serve(self, listener: socket.socket) -> None:
-        """Takes over `listener`, until `close`. Raises OSError when no server can be started."""
-        self.close()
-        with listener:
-            spare = self._spares.hand_out(ServeStore(), [listener.fileno()])
-            if spare is not None:
-                self._server.watch(spare)
-            else:
-                self._server.start([sys.executable, str(SERVER)], self._environment, listener.fileno())
-
-    def close(self) -> None:
-        """The generation is over: its store's keys are forgotten, and its port is free."""
-        self._server.end("; the port of the workers' store is not free")
-
-    def _ended(self) -> None:
-        if how := self._server.reap():
-            self.on_failure(f"the workers' store is gone: the process that served it ended: {how}")
+    return ended

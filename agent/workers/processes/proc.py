@@ -33,6 +33,38 @@ def read(path: str | os.PathLike[str]) -> str:
         return ""
 
 
+def open_here(path: str, flags: int) -> int:
+    """A worker chose what lies there: no link to elsewhere, and no pipe for which its reader would wait."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class MemoryFile:
+    """In this process' memory, until nobody here uses it any more: another one writes there. Raises OSError."""
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(f"elastic-agent-{name}", os.MFD_CLOEXEC)
+        os.fchmod(self.fd, 0o600)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read(self, most: int, start: int = 0) -> str:
+        return os.pread(self.fd, most, start).decode(errors="backslashreplace")
+
+    @property
+    def last_line(self) -> str:
+        """Empty without one."""
+        lines = self.read(_LAST_BYTES, max(0, self.size - _LAST_BYTES)).splitlines()
+        return next(filter(None, map(str.strip, reversed(lines))), "")
+
+
+_LAST_BYTES = 4096
+
 KILL_WAIT_S = 1.0
 """How long the end of a killed process may take before it is left behind."""
 

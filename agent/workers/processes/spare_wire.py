@@ -16,6 +16,10 @@ from typing import Literal, TypeAlias
 
 from ....codec import Codec, Count, Invalid, Positive
 
+FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
+STORE = "store"
+"""In the place of the agent's number: this process of the fork server's program serves the workers' store."""
+
 SCRIPT = "script"
 MODULE = "module"
 
@@ -84,7 +88,7 @@ class BecomeWorker:
 
 @dataclass(frozen=True, slots=True)
 class ServeStore:
-    """To a spare: serve the workers' store on the listening socket that comes with this."""
+    """To a spare: serve the workers' store on the listening socket that comes with this, and a place for stderr."""
 
 
 Message: TypeAlias = Fork | Loaded | Ready | Problem | BecomeWorker | ServeStore

@@ -1,9 +1,9 @@
 """The worker processes of one generation on this node: start, notice the end, stop, leave nothing behind.
 
-A worker is a *spare* that becomes one (`preloader`), which takes milliseconds, or starts *cold*, through `shim`. Either
+A worker is a *spare* that becomes one (`spares`), which takes milliseconds, or starts *cold*, through `shim`. Either
 way it has its own session and group, dies with the agent and can be stopped with its children. The io thread waits on
-the workers' pidfds and posts that within a millisecond of an exit; reaping, signals and all state belong to
-the main thread.
+the workers' pidfds and posts that within a millisecond of an exit; reaping, signals and all state belong to the main
+thread.
 
 A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
 the group has where the agent may make one: only then may the next generation start (I1).
@@ -15,18 +15,18 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ....rendezvous.text import counted
 from ...common.events import Event, IoThread
 from ...configuration.values import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
-from .guard import IGNORED, Guard
+from .guard import Guard
+from .helper import end, job_python, place_words, tied
 from .proc import (
     cgroup_members,
     empty_cgroup,
@@ -35,14 +35,14 @@ from .proc import (
     kill,
     remove_cgroup,
 )
-from .spare_wire import BecomeWorker, ServeStore
+from .spare_wire import BecomeWorker
+from .spares import Spares
 
 if TYPE_CHECKING:
     from .proc import Child
 
 log = logging.getLogger(__name__)
 
-SHIM = Path(__file__).with_name("shim.py")
 LOCAL_RANK_MACRO = "${local_rank}"
 
 STANDARD_INPUT = 0
@@ -53,14 +53,6 @@ LEFTOVER_PAUSE_S = 0.02
 
 LEFTOVER_LONGEST_PAUSE_S = 1.0
 """Between two looks for some that do not die: a look reads all of /proc."""
-
-
-class Spares(Protocol):
-    """Idle processes. Where there is none, a start returns None, for the reason `why_cold`."""
-
-    why_cold: str
-
-    def hand_out(self, message: BecomeWorker | ServeStore, descriptors: Sequence[int]) -> Child | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,58 +84,6 @@ def command_line(command: Command, local_rank: int) -> list[str]:
 
 def arguments(command: Command, local_rank: int) -> list[str]:
     return [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
-
-
-def job_python(environ: Mapping[str, str]) -> str:
-    """The interpreter of the workers; torchrun's variable may name another than ours."""
-    return environ.get("PYTHON_EXEC", sys.executable)
-
-
-def tied(
-    command: Sequence[str],
-    cpus: Sequence[int] = (),
-    cgroup: Path | None = None,
-    *,
-    helper: bool = False,
-) -> list[str]:
-    """The same command, through the shim: it dies with this process, and with the thread that starts it.
-
-    It runs on these CPUs only, if any are given, and in this cgroup. A `helper` is the agent's own process.
-    """
-    shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
-    return [*shim, *_place(cpus, cgroup), "--helper" if helper else "--", *command]
-
-
-def start_helper(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    stdin: int,
-    stdout: int = subprocess.DEVNULL,
-    stderr: int | None = None,
-    pass_fds: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
-    """Start a process of the agent's own, which no signal to all processes ends, from its very first moment.
-
-    It dies with this process, like a worker. The signals are blocked until the shim ignores them. Raises OSError.
-    """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    try:
-        return subprocess.Popen(
-            tied(command, helper=True),
-            env=dict(environment),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
-    """The arguments of `shim`."""
-    return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
 class WorkerGroup:
@@ -184,31 +124,22 @@ class WorkerGroup:
         self._unknown_children = unknown_children
         self._processes: dict[int, Child] = {}
         self._asked = False
-        self._unwatched = False
-        """The start has failed: nobody watches the ends of those that were started."""
         self._kill_at: float | None = None
         self._kills_since: float | None = None
         """When something here was first sent SIGKILL."""
         self._behind: set[int] = set()
 
     def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
-        """Raises OSError when a process cannot be made. Those started before it are killed then; `gone` reaps them."""
-        pidfds: dict[int, int] = {}
+        """Raises OSError when a process cannot be made, or watched. Those started before it are killed then."""
         try:
             if self._cgroup is not None:
                 self._cgroup.mkdir()
             for spec in specs:
                 self._start_one(command, spec, spares)
-            for local_rank, process in self._processes.items():
-                pidfds[os.pidfd_open(process.pid)] = local_rank
         except OSError:
-            for pidfd in pidfds:
-                os.close(pidfd)
-            self._unwatched = True
+            self.stopping = True
             self._kill()
             raise
-        for pidfd, local_rank in pidfds.items():
-            self._io.watch(pidfd, partial(self._exited, pidfd, local_rank))
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
         cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
@@ -225,7 +156,7 @@ class WorkerGroup:
                     tuple(arguments(command, spec.local_rank)),
                     dict(spec.environment),
                     os.getcwd(),
-                    *_place(spec.cpus, self._cgroup),
+                    *place_words(spec.cpus, self._cgroup),
                     tuple(cold),
                 )
                 process = spares.hand_out(start, (STANDARD_INPUT, out_end, err_end))
@@ -240,12 +171,16 @@ class WorkerGroup:
                     stderr=err_end,
                     start_new_session=True,
                 )
+            pidfd = os.pidfd_open(process.pid)
         except OSError:
-            for end in pipes:
-                os.close(end)
+            if process is not None:
+                end(process)
+            for descriptor in pipes:
+                os.close(descriptor)
             raise
         os.close(out_end)
         os.close(err_end)
+        self._io.watch(pidfd, partial(self._exited, pidfd, spec.local_rank))
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
         if why_cold:
@@ -255,9 +190,10 @@ class WorkerGroup:
 
     def _exited(self, pidfd: int, local_rank: int) -> None:
         """In the io thread."""
-        self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
+        at = self._clock()
         self._io.forget(pidfd)
         os.close(pidfd)
+        self._post(partial(self._on_exit, self.generation, local_rank, at))
 
     def reap(self, local_rank: int) -> int:
         """The return code of a worker that has exited: negative for a signal."""
@@ -314,10 +250,6 @@ class WorkerGroup:
 
     def gone(self) -> bool:
         """Drive the stop on. Whether nothing of this generation is left on this node."""
-        if self._unwatched:
-            for local_rank, process in self._processes.items():
-                if local_rank not in self.returncodes and has_ended(process.pid):
-                    self.reap(local_rank)
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
                 self._kill()
@@ -350,7 +282,7 @@ class WorkerGroup:
 
     def wake_at(self) -> float | None:
         """When `gone` next has something to do without an exit."""
-        if self.running and not self._unwatched:
+        if self.running:
             return self._kill_at
         kill_elapsed_s = self.kill_elapsed_s()
         return self._clock() + min(max(LEFTOVER_PAUSE_S, kill_elapsed_s / 10), LEFTOVER_LONGEST_PAUSE_S)

@@ -11,6 +11,8 @@ Environment, command line, streams, signals, `__main__` and `sys.path` are the w
 stay, as if the script had imported them, with what they registered for the end of the process. Where that would not do,
 because of the environment or the script, the spare starts cold: it executes the worker's command, and says why.
 
+A spare may also become the server of the workers' store, which starts cold as `python fork_server.py store`.
+
 Invariants: a spare receives one message, and closes its socket then; there is no second one. What it was to become
 and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
 
@@ -44,14 +46,16 @@ if TYPE_CHECKING:
     from ....worker.steps import torch_workarounds
     from ....worker.wire import stack_dump
     from ....worker.wire.environment import NAMES
-    from ..processes import shim, store_server
-    from ..processes import spare_wire as wire
+    from . import shim
+    from . import spare_wire as wire
     from .imported import ROOM_NAME, Imported, Unfit, obstacle, set_threads, set_too_late
 else:
     # Our package by a name that is not used elsewhere: scripts may have another version of it, or none.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
-    from elastic_agent_preloader.agent.workers.preloader.imported import (
+    from elastic_agent_preloader.agent.workers.processes import shim
+    from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
+    from elastic_agent_preloader.agent.workers.processes.imported import (
         ROOM_NAME,
         Imported,
         Unfit,
@@ -59,8 +63,6 @@ else:
         set_threads,
         set_too_late,
     )
-    from elastic_agent_preloader.agent.workers.processes import shim, store_server
-    from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
     from elastic_agent_preloader.worker.steps import torch_workarounds
     from elastic_agent_preloader.worker.wire import stack_dump
     from elastic_agent_preloader.worker.wire.environment import NAMES
@@ -82,8 +84,6 @@ def main(agent_pid: int, names: Sequence[str]) -> Run:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.close(nothing)
-    # Python looks first where this file lies, but what lies here is never imported by its bare name.
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     for number in shim.IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -175,7 +175,7 @@ def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignore
     message, descriptors = received
     if isinstance(message, wire.ServeStore):
         channel.close()
-        _serve_store(descriptors[0])
+        _become_store(*descriptors)
     assert isinstance(message, wire.BecomeWorker), message
     return _become_worker(message, descriptors, channel, imported)
 
@@ -185,15 +185,28 @@ def _refuse(problem: str) -> NoReturn:
     os._exit(1)
 
 
-def _serve_store(listener: int) -> NoReturn:
-    """The spare becomes the server of the workers' store."""
+def _become_store(listener: int, stderr: int) -> NoReturn:
     os.setsid()
-    os.dup2(listener, 0)
-    os.close(listener)
+    for number, descriptor in ((0, listener), (2, stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     for number in shim.IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    show_process([sys.executable, store_server.__file__], os.environ.copy())
-    store_server.main()
+    show_process([sys.executable, wire.FORK_SERVER, wire.STORE], os.environ.copy())
+    serve_store()
+
+
+def serve_store() -> NoReturn:
+    """Serves one generation's on the listening socket that is standard input, until it is killed. The keys die with
+    it: who still asks is cut off."""
+    from torch.distributed import TCPStore
+
+    listener = socket.socket(fileno=0)
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while store:
+        signal.pause()
+    raise AssertionError
 
 
 def _become_worker(
@@ -361,6 +374,10 @@ def run_script(function: Callable[..., object], *arguments: object) -> None:
 
 
 if __name__ == "__main__":
+    # Python looks first where this file lies, but what lies here is never imported by its bare name.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
+    if sys.argv[1] == wire.STORE:
+        serve_store()
     try:
         run_script(*main(int(sys.argv[1]), sys.argv[2].split(",")))
     except BaseException:
