@@ -42,7 +42,7 @@ from elastic_agent.rendezvous.liveness import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NodeRecord
+from elastic_agent.rendezvous.records import Endpoint, Failure, NodeRecord, PeerStatus
 from elastic_agent.rendezvous.store.interface import (
     Answer,
     Change,
@@ -258,7 +258,7 @@ class _Node:
     """Nobody asks a node for its introduction here."""
 
     def _probe(self, peer: Peer) -> None:
-        now, alive = time.monotonic(), Introduction("alive", peer.incarnation, 0)
+        now, alive = time.monotonic(), PeerStatus("alive", peer.incarnation, 0)
         self._post(lambda: self.participant.probed(peer, alive, now, time.monotonic()))
 
     def new_port(self) -> int:

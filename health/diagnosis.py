@@ -20,9 +20,9 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..rendezvous.text import counted, shortened
-from .hang_report import Doing, Finding, InGroup, RankState, Recorded, Testimony, Urgency, Verdict
+from .hang_report import Diagnosis, Finding, HangReport, InGroup, RankActivity, RankState, Recorded, Urgency
 
-NEVER = (Doing.GONE, Doing.STOPPED)
+NEVER = (RankActivity.GONE, RankActivity.STOPPED)
 """The rank can never go on by itself."""
 
 ENDS_FROM = {
@@ -35,8 +35,8 @@ ENDS_FROM = {
 
 LONG_WAIT_S = 300.0
 """When all others have waited so long for one that is at work, it may be taken for a hang, at the last limit."""
-MAY_BE_SLOW = (Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
-MAY_GET_SOME = (Doing.WAITS, Doing.OTHER)
+MAY_BE_SLOW = (RankActivity.UNINTERRUPTIBLE, RankActivity.IN_SAVE)
+MAY_GET_SOME = (RankActivity.WAITS, RankActivity.OTHER)
 """What they wait for, while anything of them moves: bytes that come, a child or a thread that is at work."""
 
 STILL_S = 20.0
@@ -47,21 +47,21 @@ RISING = tuple(Urgency)
 RECORDED_STILL_S = 10.0
 """A rank whose flight record has shown the same for so long has entered and ended nothing meanwhile."""
 
-_ORDER = {doing: place for place, doing in enumerate(Doing)}
+_ORDER = {doing: place for place, doing in enumerate(RankActivity)}
 
 _WORDS = {
-    Doing.GONE: "has ended",
-    Doing.STOPPED: "is stopped",
-    Doing.UNINTERRUPTIBLE: "is in uninterruptible sleep",
-    Doing.IN_SAVE: "is saving",
-    Doing.IN_COLLECTIVE: "is in a collective",
-    Doing.WAITS: "waits by itself",
-    Doing.WORKS: "is at work",
-    Doing.OTHER: "does something else",
+    RankActivity.GONE: "has ended",
+    RankActivity.STOPPED: "is stopped",
+    RankActivity.UNINTERRUPTIBLE: "is in uninterruptible sleep",
+    RankActivity.IN_SAVE: "is saving",
+    RankActivity.IN_COLLECTIVE: "is in a collective",
+    RankActivity.WAITS: "waits by itself",
+    RankActivity.WORKS: "is at work",
+    RankActivity.OTHER: "does something else",
 }
 
 
-def verdict(testimonies: Sequence[Testimony], nodes: Sequence[str]) -> Verdict:
+def diagnose(testimonies: Sequence[HangReport], nodes: Sequence[str]) -> Diagnosis:
     """The verdict from these answers to one inquiry; `nodes` has the node of each rank of the world. Ranks that no
     answer mentions are ignored."""
     states = sorted(
@@ -71,26 +71,26 @@ def verdict(testimonies: Sequence[Testimony], nodes: Sequence[str]) -> Verdict:
         key=lambda one: one.rank,
     )
     if not states:
-        return Verdict(Finding.UNCLEAR, "no node has said what its workers do")
-    waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
-    rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
+        return Diagnosis(Finding.UNCLEAR, "no node has said what its workers do")
+    waiting = [one for one in states if one.doing is RankActivity.IN_COLLECTIVE]
+    rest = [one for one in states if one.doing is not RankActivity.IN_COLLECTIVE]
     if dead := [one for one in rest if one.doing in NEVER]:
         return _named(Finding.CERTAIN, _first(dead), waiting, nodes)
     if moving := [
-        one for one in rest if one.doing is Doing.WORKS and not waits_recorded(one, RECORDED_STILL_S)
+        one for one in rest if one.doing is RankActivity.WORKS and not waits_recorded(one, RECORDED_STILL_S)
     ]:
         if len(rest) == 1:
             return _named(Finding.HEALTHY, moving[0], waiting, nodes)
         ranks = _ranks(moving)
-        return Verdict(
+        return Diagnosis(
             Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], nodes)}"
         )
     if (recorded := _by_records(states, nodes)) is not None:
         return recorded
     states = [_as_recorded(one) for one in states]
-    waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
-    rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
-    known = [one for one in rest if one.doing is not Doing.OTHER]
+    waiting = [one for one in states if one.doing is RankActivity.IN_COLLECTIVE]
+    rest = [one for one in states if one.doing is not RankActivity.IN_COLLECTIVE]
+    known = [one for one in rest if one.doing is not RankActivity.OTHER]
     if known and waiting:
         return _named(Finding.LIKELY, _first(known), waiting, nodes)
     if known and len(nodes) == 1:  # no other rank shows by its wait that this one should have come
@@ -98,20 +98,20 @@ def verdict(testimonies: Sequence[Testimony], nodes: Sequence[str]) -> Verdict:
     if len(rest) == 1 and len(waiting) == len(nodes) - 1 and waiting and rest[0].recorded is None:
         return _named(Finding.LIKELY, rest[0], waiting, nodes)
     if rest:
-        return Verdict(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
+        return Diagnosis(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
     return _all_wait(waiting, nodes)
 
 
-def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: bool) -> Verdict:
+def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered: bool) -> Diagnosis:
     """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
     others wait for. One that is at work comes by itself, as far as can be known for long; a disk may be slow."""
     said = [one for testimony in answers.values() for one in testimony.ranks]
     named = next((one for one in said if one.rank == found.rank), None)
     if named is None or named.doing in NEVER:
         return found
-    if named.doing is Doing.WORKS:
+    if named.doing is RankActivity.WORKS:
         others = [one for one in said if one is not named]
-        waited = all(one.doing is Doing.IN_COLLECTIVE and _still(one, LONG_WAIT_S) for one in others)
+        waited = all(one.doing is RankActivity.IN_COLLECTIVE and _still(one, LONG_WAIT_S) for one in others)
         for_long = all_answered and others and waited
         return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
     if not all_answered:
@@ -123,7 +123,7 @@ def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: b
     return found
 
 
-def all_go_on(found: Verdict, answers: Mapping[str, Testimony]) -> bool:
+def all_go_on(found: Diagnosis, answers: Mapping[str, HangReport]) -> bool:
     """Every rank has done something lately: the script is in a phase in which it reports no steps, such as a test, and
     where each rank stands is chance. At the first limit ranks that hang may have been active so lately, too."""
     said = [one for testimony in answers.values() for one in testimony.ranks]
@@ -139,7 +139,7 @@ def _still(one: RankState, for_s: float) -> bool:
     return one.still_s is not None and one.still_s >= for_s
 
 
-def ends(urgency: Urgency, found: Verdict, *, all_answered: bool) -> bool:
+def ends(urgency: Urgency, found: Diagnosis, *, all_answered: bool) -> bool:
     """The generation cannot go on."""
     if found.finding is Finding.UNCLEAR and not all_answered:
         return False
@@ -147,7 +147,7 @@ def ends(urgency: Urgency, found: Verdict, *, all_answered: bool) -> bool:
     return needed is not None and RISING.index(urgency) >= RISING.index(needed)
 
 
-def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict:
+def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
     told = [one for one in waiting if one.collective]
     for alike, of in ((_collective, told), (_exact_place, told), (_step, waiting)):
@@ -158,19 +158,19 @@ def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict:
         others = [one for one in of if alike(one) != usual]
         if number <= len(others):
             split = f"the ranks wait in different collectives: {_tally(waiting)}"
-            return _by_step(waiting, nodes) or Verdict(Finding.UNCLEAR, split)
+            return _by_step(waiting, nodes) or Diagnosis(Finding.UNCLEAR, split)
         rest = [one for one in waiting if one not in others]
         # While the network stands still, some ranks may be in the next collective already. Two, as in a send and its
         # recv, may be exchanging bytes so slowly that nothing of them shows it.
         finding = Finding.LIKELY if len(others) == 1 else Finding.DOUBTFUL
         return _named(finding, _hindmost(others), rest, nodes)
-    return Verdict(
+    return Diagnosis(
         Finding.UNCLEAR,
         f"all wait in the same collective: {_tally(waiting)}; the network or an unseen rank may be at fault",
     )
 
 
-def _by_step(waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict | None:
+def _by_step(waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis | None:
     """The rank whose step is the lowest is behind."""
     if None in {one.step for one in waiting}:
         return None
@@ -195,11 +195,11 @@ def _waits(recorded: Recorded) -> bool:
 def _as_recorded(one: RankState) -> RankState:
     """A thread that waits for its GPU may use a processor for it. Which collective it is has another name there than on
     a stack, so it is left open."""
-    waits = one.doing in (Doing.OTHER, Doing.WORKS) and waits_recorded(one, RECORDED_STILL_S)
-    return replace(one, doing=Doing.IN_COLLECTIVE, collective="") if waits else one
+    waits = one.doing in (RankActivity.OTHER, RankActivity.WORKS) and waits_recorded(one, RECORDED_STILL_S)
+    return replace(one, doing=RankActivity.IN_COLLECTIVE, collective="") if waits else one
 
 
-def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Verdict | None:
+def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis | None:
     """None: the flight records do not show whose fault it is."""
     still = {
         one.rank: one.recorded
@@ -222,11 +222,11 @@ def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Verdict | 
             if still[rank].fresh:  # or it may have entered since
                 why.setdefault(rank, words)
     if not why:
-        return Verdict(Finding.UNCLEAR, all_in) if all_in else None
+        return Diagnosis(Finding.UNCLEAR, all_in) if all_in else None
     one = _first(one for one in states if one.rank in why)
     finding = Finding.LIKELY if len(why) == 1 else Finding.DOUBTFUL
     place = _place(one, nodes)
-    return Verdict(
+    return Diagnosis(
         finding,
         f"{place} {_WORDS[one.doing]} and {why[one.rank]}, by torch's flight recorder",
         nodes[one.rank],
@@ -297,7 +297,7 @@ def _hindmost(found: Iterable[RankState]) -> RankState:
     return min(found, key=lambda one: (_step(one), one.rank))
 
 
-def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes: Sequence[str]) -> Verdict:
+def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis:
     where = f" ({one.where})" if one.where else ""
     others = ""
     if waiting:
@@ -305,15 +305,15 @@ def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes
         others = f", while {counted(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'} {usual}"
     node = nodes[one.rank]
     words = _what(one, own=True)
-    return Verdict(finding, f"rank {one.rank} on node {node} {words}{where}{others}", node, one.rank)
+    return Diagnosis(finding, f"rank {one.rank} on node {node} {words}{where}{others}", node, one.rank)
 
 
 def _what(one: RankState, *, own: bool = False) -> str:
     """
-    >>> _what(RankState(0, Doing.IN_COLLECTIVE, collective="barrier"))
+    >>> _what(RankState(0, RankActivity.IN_COLLECTIVE, collective="barrier"))
     'in barrier'
     """
-    if one.doing is Doing.IN_COLLECTIVE and one.collective:
+    if one.doing is RankActivity.IN_COLLECTIVE and one.collective:
         return f"waits in {one.collective}" if own else f"in {one.collective}"
     return _WORDS[one.doing] if own else "in a collective"
 

@@ -1,8 +1,9 @@
-"""The messages about workers that seem to hang: suspicion, inquiry, testimony and verdict.
+"""The messages about workers that seem to hang.
 
-One node's agent finds that its workers are still (`Suspicion`, in its record). The coordinator numbers an inquiry in
-the world, and each member looks at its own workers while all of them still run, and says what each of them does
-(`Testimony`, in its record). One pure function of all testimonies names the rank that the others wait for (`Verdict`).
+One node's agent finds that its workers are still (`HangSuspicion`, in its record). The coordinator numbers an inquiry
+in the world (`HangProbe`), and each member looks at its own workers while all of them still run, and says what each of
+them does (`HangReport`, in its record). One pure function of all reports names the rank that the others wait for
+(`Diagnosis`).
 
 Ages are counted by the node that writes them, when it writes; no field holds an instant.
 """
@@ -45,7 +46,7 @@ class Urgency(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Suspicion:
+class HangSuspicion:
     """The workers of this node in `generation` are still, and have been active before."""
 
     generation: Positive
@@ -54,7 +55,7 @@ class Suspicion:
     urgency: Urgency = Urgency.EARLY
 
 
-class Doing(enum.Enum):
+class RankActivity(enum.Enum):
     """What one worker does, as far as it can be seen from outside, from the most certain to the least."""
 
     GONE = "gone"
@@ -107,7 +108,7 @@ class RankState:
     """What one worker does."""
 
     rank: Count
-    doing: Doing
+    doing: RankActivity
     step: Count | None = None
     """The newest that it has finished; None when it reports none."""
     still_s: Age | None = None
@@ -121,7 +122,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class HangReport:
     """One node's answer to inquiry `inquiry` of `generation`."""
 
     generation: Positive
@@ -147,7 +148,7 @@ class Finding(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
+class HangProbe:
     """In the world: the newest of its generation."""
 
     number: Positive
@@ -164,7 +165,7 @@ class Inquiry:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     finding: Finding
     why: str
     """A sentence for people, which names rank and node where the finding does."""
@@ -174,13 +175,13 @@ class Verdict:
     """None where no rank is named."""
 
 
-_TELLING = {doing: place for place, doing in enumerate(Doing)}
+_TELLING = {doing: place for place, doing in enumerate(RankActivity)}
 
 
 def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
     """As many states as a testimony may have, by rank. Ranks that wait for no other rank are kept before others."""
     if len(states) <= MAX_RANKS:
         return states
-    waits = Doing.IN_COLLECTIVE
+    waits = RankActivity.IN_COLLECTIVE
     chosen = sorted(states, key=lambda one: (one.doing is waits, _TELLING[one.doing], one.rank))[:MAX_RANKS]
     return tuple(sorted(chosen, key=lambda one: one.rank))

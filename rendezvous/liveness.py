@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .records import CauseKind, Endpoint, Introduction, Member, NodeRecord, Phase, World
+from .records import CauseKind, Endpoint, Member, NodeRecord, PeerStatus, Phase, World
 
 ASK_AFTER_S = 0.05
 """A node that has so long not done what is awaited of it may be gone."""
@@ -49,7 +49,7 @@ MOST_AT_ONCE = 32
 """Questions without an answer yet; each may cost its asker a thread for a second."""
 
 
-class Absence(enum.Enum):
+class ProbeFailure(enum.Enum):
     """How a peer did not answer."""
 
     REFUSED = "refused"
@@ -57,7 +57,7 @@ class Absence(enum.Enum):
     SILENT = "silent"
 
 
-ProbeResult: TypeAlias = Introduction | Absence
+ProbeResult: TypeAlias = PeerStatus | ProbeFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class FailureDetector:
         if peer.incarnation not in self._ask_at:
             return
         self._ask_at[peer.incarnation] = now + again_s
-        another = isinstance(finding, Introduction) and finding.incarnation != peer.incarnation
-        if finding is Absence.REFUSED or another:
+        another = isinstance(finding, PeerStatus) and finding.incarnation != peer.incarnation
+        if finding is ProbeFailure.REFUSED or another:
             self.gone.add(peer.incarnation)
 
 
@@ -227,7 +227,7 @@ class LeaseValidity:
         known = self._whole is None or self.whole_at > -math.inf
         if known or not self.suspects(now) or not self.lease_proven(now):
             return ASK_AGAIN_S
-        if not isinstance(finding, Introduction) or finding.confirmed_s is None:
+        if not isinstance(finding, PeerStatus) or finding.confirmed_s is None:
             return ASK_AGAIN_S
         quiet_at = asked_at - finding.confirmed_s + QUIET_MARGIN * self._lease_ttl_s
         return max(quiet_at - now, SOON * self._lease_ttl_s)
@@ -263,10 +263,10 @@ class _Whole:
         }
 
     def found(self, peer: Peer, finding: ProbeResult, asked_at: float, lease_ttl_s: float) -> None:
-        if peer.incarnation not in self._seen_at or finding is Absence.SILENT:
+        if peer.incarnation not in self._seen_at or finding is ProbeFailure.SILENT:
             return
         seen_at = -math.inf
-        if isinstance(finding, Introduction) and finding.incarnation == peer.incarnation:
+        if isinstance(finding, PeerStatus) and finding.incarnation == peer.incarnation:
             has_store = finding.confirmed_s is not None and finding.confirmed_s < QUIET_MARGIN * lease_ttl_s
             age_s = 0.0 if self._is_first else finding.whole_s
             if finding.generation == self._generation and has_store:

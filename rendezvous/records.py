@@ -1,5 +1,5 @@
 """What nodes write for each other: in the store one `NodeRecord` per node, one `World` and one `StopAt` per job, and an
-`Introduction` from node to node.
+`PeerStatus` from node to node.
 
 All are small frozen values. Their annotations declare their JSON form (see `codec`), and `from_json` checks it, because
 whatever can reach the store or a port can write there: an unknown schema, a wrong type, size or range raises
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Within, shown
-from ..health.hang_report import Inquiry, Suspicion, Testimony
+from ..health.hang_report import HangProbe, HangReport, HangSuspicion
 from ..health.stragglers import Comparison, Paces
 from .errors import RecordInvalid
 from .messages import MAX_EXCLUSIONS, Exclusion, Limits, Program, Recheck
@@ -214,9 +214,9 @@ class NodeRecord(_Record):
     memory: Port = 0
     """Where this node's memory server is, at `address`; 0: it has none."""
     recheck: Recheck | None = None
-    suspicion: Suspicion | None = None
+    suspicion: HangSuspicion | None = None
     """This node's workers seem to hang; None while they do not."""
-    testimony: Testimony | None = None
+    testimony: HangReport | None = None
     """The answer to the newest inquiry that this node was asked."""
 
     paces: Paces | None = None
@@ -394,7 +394,7 @@ class World(_Record):
     """Some members' workers have all ended with success for a while now, and others' have not."""
     run: NameOrNone = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
-    inquiry: Inquiry | None = None
+    inquiry: HangProbe | None = None
     """The newest inquiry of this generation: its members say what their workers do."""
 
     def __post_init__(self) -> None:
@@ -495,7 +495,7 @@ class DrainRequest(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction(_Record):
+class PeerStatus(_Record):
     """An agent's answer to a peer that asks over HTTP who it is. Ages are counted when it answers."""
 
     node: Name
@@ -508,8 +508,8 @@ class Introduction(_Record):
     """Age of the newest sign that every member of this generation still runs it; None when there is none."""
 
     @staticmethod
-    def from_json(text: str) -> Introduction:
-        return Introduction._read(INTRODUCTION, text)
+    def from_json(text: str) -> PeerStatus:
+        return PeerStatus._read(INTRODUCTION, text)
 
 
 def row_bytes(node: NodeRecord) -> int:
@@ -534,7 +534,7 @@ def standbys_among(nodes: Iterable[NodeRecord], ended: int) -> tuple[Standby, ..
     return tuple(found)
 
 
-def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
+def assign_ranks(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:
     """Members with dense ranks: rank = first_rank + local_rank, in the order given (I3)."""
     members: list[Member] = []
     first_rank = 0

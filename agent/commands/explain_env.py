@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, assign_ranks
 from ...worker.wire.environment import NAMES
 from ..checkpoints.folder import describe_folder
 from ..common.exits import ExitCode
@@ -96,7 +96,7 @@ def _value(variables: Sequence[Variable]) -> str:
 
 def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable, ...]:
     node = NodeRecord(config.node_id or "<node>", "<incarnation>", "", 0, machine.workers, role=config.role)
-    members = line_up((node,))
+    members = assign_ranks((node,))
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
     some_port = Endpoint("", 1)  # a worker without one has not all variables that are to be explained
     world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from ...health.http import Probe
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import Introduction
+from ...rendezvous.records import PeerStatus
 from ...threads import Thread
 from ..output.masking import masked
 from ..workers.processes.proc import thread_status
@@ -143,9 +143,7 @@ class Heartbeat:
 class Probes:
     """All methods but `begin` are for any thread."""
 
-    def __init__(
-        self, before: Introduction, clock: Callable[[], float], secrets: Collection[str] = ()
-    ) -> None:
+    def __init__(self, before: PeerStatus, clock: Callable[[], float], secrets: Collection[str] = ()) -> None:
         """`before` is the answer to a peer until `begin`. `secrets` are known values, which no answer has."""
         self._before = before
         self._clock = clock

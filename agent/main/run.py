@@ -26,7 +26,7 @@ from ...health.metrics import Build, Metrics
 from ...rendezvous.liveness import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.session import NodeSnapshot
-from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
+from ...rendezvous.records import NODES_PREFIX, Endpoint, NodeRecord, PeerStatus
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...worker.wire.shared_progress import clock
@@ -275,7 +275,7 @@ def _check(agent: Agent) -> None:
 
 def _serve_http(agent: Agent) -> None:
     state, job = agent.state, agent.config.rendezvous.job_id
-    introduction = Introduction(agent.name, agent.incarnation, generation=0)
+    introduction = PeerStatus(agent.name, agent.incarnation, generation=0)
     probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
     own = Endpoint(*agent.listeners.http.getsockname()[:2])
     about = {"job": job, "node": agent.name, "incarnation": agent.incarnation, "version": __version__}

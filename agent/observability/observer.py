@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...health.hang_report import Inquiry, Suspicion
+from ...health.hang_report import HangProbe, HangSuspicion
 from ...health.metrics import Metrics
 from ...health.stragglers import Comparison, Straggler, in_words
 from ...rendezvous.coordinator import exclusions
@@ -209,14 +209,14 @@ class Observer:
 
     # ---------------------------------------------------------------- hangs
 
-    def suspects(self, suspicion: Suspicion) -> None:
+    def suspects(self, suspicion: HangSuspicion) -> None:
         """The workers here seem to hang."""
         about, cause = self.journal.node, suspicion.urgency.value
         self.journal.note(
             Kind.SUSPICION, suspicion.why, generation=suspicion.generation, about=about, cause=cause
         )
 
-    def heard_verdict(self, generation: int, inquiry: Inquiry) -> None:
+    def heard_verdict(self, generation: int, inquiry: HangProbe) -> None:
         """An inquiry has ended with a finding."""
         assert inquiry.finding is not None
         self.journal.note(

@@ -33,9 +33,9 @@ from ...rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ...rendezvous.liveness import Absence, Peer, ProbeResult
+from ...rendezvous.liveness import Peer, ProbeFailure, ProbeResult
 from ...rendezvous.node.transactions import RETRY, RetryPolicy
-from ...rendezvous.records import Endpoint, Introduction
+from ...rendezvous.records import Endpoint, PeerStatus
 from ...rendezvous.store.interface import (
     Answer,
     Change,
@@ -316,7 +316,7 @@ class PeerLink:
     def ask(self, peer: Peer) -> None:
         """`probed` follows."""
         asked_at = self._clock()
-        silent = partial(self._found, peer, asked_at, Absence.SILENT)
+        silent = partial(self._found, peer, asked_at, ProbeFailure.SILENT)
         Thread(partial(self._ask, peer, asked_at), "peer", partial(self._post, silent)).start()
 
     def _ask(self, peer: Peer, asked_at: float) -> None:
@@ -329,8 +329,8 @@ class PeerLink:
 def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> ProbeResult:
     """The introduction of the agent at `http`, or why there is none."""
     try:
-        return Introduction.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))
+        return PeerStatus.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))
     except ConnectionRefusedError:
-        return Absence.REFUSED
+        return ProbeFailure.REFUSED
     except (OSError, NoAnswer, RecordInvalid):
-        return Absence.SILENT
+        return ProbeFailure.SILENT

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ...health.hang_report import HANG, Inquiry, Suspicion, Urgency
+from ...health.hang_report import HANG, HangProbe, HangSuspicion, Urgency
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
 from ..common.events import Event
@@ -170,7 +170,7 @@ class FailureHandler:
             inquiry = self._inquiry(generation.number)
             if (stall and stall.urgency) != (before and before.urgency):
                 generation.stall = stall
-                suspicion = Suspicion(generation.number, stall.why, stall.urgency) if stall else None
+                suspicion = HangSuspicion(generation.number, stall.why, stall.urgency) if stall else None
                 self._participant.workers_suspected(suspicion)
                 if suspicion is not None:
                     self._observer.suspects(suspicion)
@@ -240,7 +240,7 @@ class FailureHandler:
 
         self._processes.activity.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
-    def _inquiry(self, generation: int) -> Inquiry | None:
+    def _inquiry(self, generation: int) -> HangProbe | None:
         world = self._participant.world
         return world.inquiry if world is not None and world.generation == generation else None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...health.diagnosis import STILL_S
-from ...health.hang_report import Doing, Inquiry, RankState, Testimony, Urgency
+from ...health.hang_report import HangProbe, HangReport, RankActivity, RankState, Urgency
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.records import Failure, World
 from ...rendezvous.text import counted, shortened
@@ -208,7 +208,7 @@ class Generation:
             self.last_limit_at = now
         return stall
 
-    def ends_alone(self, stall: Stall, inquiry: Inquiry | None, now: float) -> bool:
+    def ends_alone(self, stall: Stall, inquiry: HangProbe | None, now: float) -> bool:
         still = [self.hang.still_s(local_rank, now) for local_rank in self.running]
         all_still = all(one is not None and one >= STILL_S for one in still)
         return ends_alone(
@@ -236,14 +236,14 @@ class Generation:
         own = isinstance(self.config.timeouts.hang, float)
         return None if own and still_s is not None and still_s < STILL_S else still_s
 
-    def looked_at(self, testimony: Testimony) -> Testimony:
+    def looked_at(self, testimony: HangReport) -> HangReport:
         """The testimony, corrected for workers that have finished a step since they were looked at."""
         newest = {self.group.ranks[local_rank]: reading.step for local_rank, reading in self.read.items()}
         ranks = []
         for state in testimony.ranks:
             step = newest.get(state.rank)
             if step is not None and (state.step is None or step > state.step):
-                state = RankState(state.rank, Doing.WORKS, step, 0.0)
+                state = RankState(state.rank, RankActivity.WORKS, step, 0.0)
             ranks.append(state)
         return replace(testimony, ranks=tuple(ranks))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ...health.hang_report import HANG, Testimony, telling
+from ...health.hang_report import HANG, HangReport, telling
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.node.node_actions import Drain, Testify
@@ -181,7 +181,7 @@ class Supervisor:
 
         def say(look: Look) -> None:
             if look.states:
-                self._post(partial(self._looked_at, Testimony(number, inquiry, telling(look.states))))
+                self._post(partial(self._looked_at, HangReport(number, inquiry, telling(look.states))))
 
         self._failures.look(generation, f"inquiry-{inquiry}", say)
 
@@ -333,7 +333,7 @@ class Supervisor:
     def replicated(self, report: ReplicationReport) -> None:
         self._observer.node.replicated(report)
 
-    def _looked_at(self, testimony: Testimony) -> None:
+    def _looked_at(self, testimony: HangReport) -> None:
         """The answer to an inquiry: what the workers here do."""
         if (generation := self._of(testimony.generation)) is not None:
             self._look(generation)

@@ -1,8 +1,8 @@
 """Which nodes may be in the next world, and at which place: as few survivors as can be change theirs.
 
 Those may that fit to the job, are not excluded, and for which there is room. A node's place is its index among the
-members, from which the ranks of its workers follow (`line_up`). A worker whose rank changes needs other shards of the
-state than those that its node has in memory. So
+members, from which the ranks of its workers follow (`assign_ranks`). A worker whose rank changes needs other shards of
+the state than those that its node has in memory. So
 
 - a survivor keeps its place, unless the next world is too small to have it: then it fills a hole;
 - the first place is a survivor's, as long as there is one: rank 0 has the state, and claims the checkpoint directory.

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...health.diagnosis import RISING, STILL_S, all_go_on, ends, verdict, weighed
+from ...health.diagnosis import RISING, STILL_S, all_go_on, diagnose, ends, weighed
 from ...health.hang_report import (
     ANSWER_S,
     HANG,
     Finding,
-    Inquiry,
-    Suspicion,
-    Testimony,
+    HangProbe,
+    HangReport,
+    HangSuspicion,
     Urgency,
 )
 from ..records import MAX_TEXT, Cause, CauseKind, Failure, NodeRecord, Phase, World
@@ -48,7 +48,7 @@ def inquire(world: World, view: View, present: Sequence[NodeRecord], now: float)
     if now < until:
         return Wait(reason, until)
     number = inquiry.number + 1 if inquiry is not None else 1
-    return Publish(replace(world, inquiry=Inquiry(number, urgency)), reason)
+    return Publish(replace(world, inquiry=HangProbe(number, urgency)), reason)
 
 
 def hinders(asking: Publish | Wait, world: World) -> bool:
@@ -66,7 +66,7 @@ def sooner(decision: Wait, asking: Wait | Publish | None) -> Wait:
     )
 
 
-def asks_at(inquiry: Inquiry | None, closed_at: float, urgency: Urgency) -> float:
+def asks_at(inquiry: HangProbe | None, closed_at: float, urgency: Urgency) -> float:
     """When the next inquiry may begin, after `inquiry`, which this node has seen closed at `closed_at`."""
     if inquiry is None or RISING.index(urgency) > RISING.index(inquiry.urgency):
         return closed_at
@@ -75,7 +75,7 @@ def asks_at(inquiry: Inquiry | None, closed_at: float, urgency: Urgency) -> floa
 
 def _close(
     world: World,
-    inquiry: Inquiry,
+    inquiry: HangProbe,
     suspects: Sequence[NodeRecord],
     view: View,
     present: Sequence[NodeRecord],
@@ -86,7 +86,9 @@ def _close(
     if now < until and (silent := [node for node in present if node.node not in answers]):
         return Wait(f"inquiry {inquiry.number}: what do the workers of {named(silent)} do?", until)
     all_answered = all(node.node in answers for node in present)
-    found = weighed(verdict(tuple(answers.values()), world.node_of_ranks), answers, all_answered=all_answered)
+    found = weighed(
+        diagnose(tuple(answers.values()), world.node_of_ranks), answers, all_answered=all_answered
+    )
     still = inquiry.urgency if suspects else Urgency.EARLY  # they may have gone on meanwhile
     if still is not Urgency.EARLY and all_answered and all_go_on(found, answers):
         found = replace(
@@ -108,7 +110,7 @@ def _suspects(node: NodeRecord, world: World) -> bool:
     return node.suspicion is not None and node.suspicion.generation == world.generation
 
 
-def _said(suspects: Sequence[NodeRecord]) -> list[Suspicion]:
+def _said(suspects: Sequence[NodeRecord]) -> list[HangSuspicion]:
     return [node.suspicion for node in suspects if node.suspicion is not None]
 
 
@@ -116,7 +118,7 @@ def _why(suspects: Sequence[NodeRecord], urgency: Urgency) -> str:
     return next(said.why for said in _said(suspects) if said.urgency is urgency)
 
 
-def _answer(node: NodeRecord, world: World, inquiry: Inquiry) -> Testimony | None:
+def _answer(node: NodeRecord, world: World, inquiry: HangProbe) -> HangReport | None:
     said = node.testimony
     asked = world.generation, inquiry.number
     return said if said is not None and (said.generation, said.inquiry) == asked else None

@@ -27,8 +27,8 @@ from ..records import (
     Restarts,
     Result,
     World,
+    assign_ranks,
     life_of,
-    line_up,
     standbys_among,
 )
 from ..text import counted, shortened
@@ -251,7 +251,7 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         # Higher than any that a node here has known, also in a store that is no more (I2).
         generation=max(least, *(node.seen + 1 for node in view.nodes), world.generation + 1 if world else 1),
         phase=Phase.RUNNING,
-        members=line_up(tuple(chosen)),
+        members=assign_ranks(tuple(chosen)),
         master=Endpoint(chosen[0].address, chosen[0].port),
         cause=world.cause if world is not None else Cause(CauseKind.START),
         restarts=basis.restarts,

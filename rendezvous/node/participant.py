@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...health.hang_report import Suspicion, Testimony
+from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Paces
 from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
 from ..coordinator.decide import decide
@@ -589,11 +589,11 @@ class Participant:
     def workers_failed(self, failure: Failure) -> None:
         self._session.failed(failure)
 
-    def workers_suspected(self, suspicion: Suspicion | None) -> None:
+    def workers_suspected(self, suspicion: HangSuspicion | None) -> None:
         """The workers here seem to hang, or (None) no longer do."""
         self._session.suspects_hang(suspicion)
 
-    def workers_looked_at(self, testimony: Testimony) -> None:
+    def workers_looked_at(self, testimony: HangReport) -> None:
         """This node's answer to an inquiry; ignored if its generation is over."""
         if testimony.generation == self._generation:
             self._session.testifies(testimony)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
-from ...health.hang_report import Suspicion, Testimony
+from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Comparison, Paces
 from ..coordinator.view import Policy, View
 from ..liveness import LeaseValidity, Suspects, may_still_train, out_of_sight, slow_to_go_on, slow_to_stop
@@ -22,8 +22,8 @@ from ..records import (
     Condition,
     Failure,
     GenerationProgress,
-    Introduction,
     NodeRecord,
+    PeerStatus,
     Phase,
     Result,
     World,
@@ -123,11 +123,11 @@ class Session:
         if first is None or first.generation < failure.generation or root:
             self.record = replace(self.record, failure=failure)
 
-    def suspects_hang(self, suspicion: Suspicion | None) -> None:
+    def suspects_hang(self, suspicion: HangSuspicion | None) -> None:
         """The workers here seem to hang, or no longer do."""
         self.record = replace(self.record, suspicion=suspicion)
 
-    def testifies(self, testimony: Testimony) -> None:
+    def testifies(self, testimony: HangReport) -> None:
         self.record = replace(self.record, testimony=testimony)
 
     def answered(self, generation: int) -> int:
@@ -206,10 +206,10 @@ class NodeSnapshot:
     def lease_good(self, now: float) -> bool:
         return now < self.good_until
 
-    def introduction(self, now: float) -> Introduction:
+    def introduction(self, now: float) -> PeerStatus:
         """What this node answers a peer."""
         known_whole = self.undisturbed and self.whole_at > -math.inf
-        return Introduction(
+        return PeerStatus(
             self.node,
             self.incarnation,
             self.undisturbed,

@@ -27,7 +27,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     Phase,
     World,
-    line_up,
+    assign_ranks,
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
@@ -58,7 +58,7 @@ class Nodes:
             "digits",
             1,
             Phase.LAST_STEP,
-            line_up(tuple(self.record(name) for name in members)),
+            assign_ranks(tuple(self.record(name) for name in members)),
             Endpoint("127.0.0.1", 1),
             Cause(CauseKind.LEAVE, members[0]),
         )

@@ -14,11 +14,11 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.store_link import MAX_ANSWER_BYTES, PeerLink, find
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
-from elastic_agent.rendezvous.liveness import Absence, Peer
-from elastic_agent.rendezvous.records import Endpoint, Introduction
+from elastic_agent.rendezvous.liveness import Peer, ProbeFailure
+from elastic_agent.rendezvous.records import Endpoint, PeerStatus
 
 PATIENCE_S = 20.0
-ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
+ME = PeerStatus("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def test_an_agent_introduces_itself(agent: Endpoint) -> None:
 def test_a_port_without_a_listener_refuses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = endpoint_of(listener)
-    assert find(endpoint, time.monotonic, PATIENCE_S) is Absence.REFUSED
+    assert find(endpoint, time.monotonic, PATIENCE_S) is ProbeFailure.REFUSED
 
 
 def test_an_agent_that_listens_and_never_answers_is_silent() -> None:
     """As one that was stopped: its machine still completes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert find(endpoint_of(listener), time.monotonic, 0.05) is Absence.SILENT
+        assert find(endpoint_of(listener), time.monotonic, 0.05) is ProbeFailure.SILENT
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_an_answer_that_is_no_introduction_is_silence(answer: bytes) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert find(endpoint_of(listener), time.monotonic, PATIENCE_S) is Absence.SILENT
+        assert find(endpoint_of(listener), time.monotonic, PATIENCE_S) is ProbeFailure.SILENT
         thread.join(PATIENCE_S)
 
 
@@ -99,7 +99,7 @@ def test_whoever_answers_in_single_bytes_is_silent_when_the_time_is_over() -> No
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert find(endpoint_of(listener), lambda: next(now), 0.5) is Absence.SILENT
+        assert find(endpoint_of(listener), lambda: next(now), 0.5) is ProbeFailure.SILENT
         thread.join(PATIENCE_S)
     assert next(now) < 1.0, "it went on reading after its time"
 

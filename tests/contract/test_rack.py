@@ -19,7 +19,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     Phase,
     World,
-    line_up,
+    assign_ranks,
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Grant, Put, Read, Request
@@ -57,7 +57,7 @@ def test_a_hundred_nodes_lost_at_once_are_evicted_in_batches(shared_etcd: EtcdCl
             job,
             3,
             Phase.STOPPING,
-            line_up((me, *rack)),
+            assign_ranks((me, *rack)),
             Endpoint("host-a", 4001),
             Cause(CauseKind.LOST, "n0", "node n0 is gone"),
         )

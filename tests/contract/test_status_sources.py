@@ -34,7 +34,15 @@ from elastic_agent.agent.observability.status import (
     job_page,
 )
 from elastic_agent.health.http import Answers, HealthServer, Probe
-from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
+from elastic_agent.rendezvous.records import (
+    SCHEMA,
+    WORLD_KEY,
+    Endpoint,
+    NodeRecord,
+    World,
+    assign_ranks,
+    node_key,
+)
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
@@ -103,7 +111,7 @@ def record(name: str, http: Endpoint | None) -> NodeRecord:
 
 
 def job_of(*nodes: NodeRecord, coordinator: str = "a", complete: bool = True) -> JobStatus:
-    world = replace(WORLD, members=line_up(nodes)) if nodes else None
+    world = replace(WORLD, members=assign_ranks(nodes)) if nodes else None
     return JobStatus("digits", world, nodes, coordinator, complete)
 
 
@@ -370,7 +378,7 @@ def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostPro
 
 def test_a_world_that_is_read_is_the_one_that_was_written(shared_etcd: EtcdCluster) -> None:
     nodes = tuple(record(f"node-{number:03}", HOME) for number in range(1000))
-    world = replace(WORLD, job="status-big", members=line_up(nodes))
+    world = replace(WORLD, job="status-big", members=assign_ranks(nodes))
     shared_etcd.ctl("put", "/elastic-agent/status-big/world", stdin=world.to_json())
     (found,) = StoreSource(etcd_place(shared_etcd, "status-big"), PATIENCE_S).jobs()
     assert isinstance(found.job.world, World)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.diagnosis import LONG_WAIT_S
-from elastic_agent.health.hang_report import HANG, Doing
+from elastic_agent.health.hang_report import HANG, RankActivity
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
@@ -141,7 +141,7 @@ class Checks:
         goes_on = worker is None or worker.acts or worker.comes_back
         if goes_on:
             self.broken("I13", f"{world.cause.node or 'no node'} is blamed: {failure.summary}")
-        if worker.hangs is Doing.WORKS and self.now < worker.hangs_since + LONG_WAIT_S:
+        if worker.hangs is RankActivity.WORKS and self.now < worker.hangs_since + LONG_WAIT_S:
             self.broken("I13", f"{world.cause.node} may only be slow: {failure.summary}")
         self.seen["hang ended"] += 1
         self.disturb()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
 from elastic_agent.agent.workers.hangs.detector import Durations, HangDetector
-from elastic_agent.health.hang_report import Doing, RankState, Suspicion, Testimony, Urgency
+from elastic_agent.health.hang_report import HangReport, HangSuspicion, RankActivity, RankState, Urgency
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.liveness import LEASE_MARGIN, Absence, Peer, ProbeResult
+from elastic_agent.rendezvous.liveness import LEASE_MARGIN, Peer, ProbeFailure, ProbeResult
 from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import (
@@ -32,8 +32,8 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
     Failure,
-    Introduction,
     NodeRecord,
+    PeerStatus,
     StopAt,
 )
 from elastic_agent.rendezvous.store.interface import (
@@ -451,7 +451,7 @@ class SimNode:
         def find() -> ProbeResult:
             target = next(node for node in sim.nodes if node.name == peer.http.address)
             if self.apart_from(target) or target.paused is not None:
-                return Absence.SILENT
+                return ProbeFailure.SILENT
             walled = target.link.walled is not self.link.walled
             if not target.running or target.link.rejects or walled:
                 world = self.agent.world
@@ -459,21 +459,21 @@ class SimNode:
                     target.rejected_until = max(target.rejected_until, sim.now)  # the wall runs through it
                 sim.seen["probe refused by a wall"] += walled
                 sim.seen["probe refused"] += 1
-                return Absence.REFUSED
+                return ProbeFailure.REFUSED
             return target.introduce()
 
         def hear(finding: ProbeResult) -> None:
             said_at = asked_at
-            if finding is Absence.SILENT and sim.bug == "silence of a member counts as a yes":
+            if finding is ProbeFailure.SILENT and sim.bug == "silence of a member counts as a yes":
                 generation = self.worker.generation if self.worker is not None else 0
-                finding = Introduction(peer.http.address, peer.incarnation, generation, None, 0.0)
+                finding = PeerStatus(peer.http.address, peer.incarnation, generation, None, 0.0)
                 said_at = self.clock()  # a yes as old as the question is too old before the next one
             self.agent.probed(peer, finding, said_at, self.clock())
             self.turn()
 
         def arrive() -> None:
             finding = find()
-            delay_s = PROBE_TIMEOUT_S if finding is Absence.SILENT else sim.delay()
+            delay_s = PROBE_TIMEOUT_S if finding is ProbeFailure.SILENT else sim.delay()
             sim.after(delay_s, self.guarded(lambda: hear(finding)))
 
         sim.after(sim.delay(), arrive)
@@ -558,7 +558,7 @@ class SimNode:
         if urgency is not self.suspected:
             self.suspected = urgency
             self.agent.workers_suspected(
-                Suspicion(worker.generation, stall.why, stall.urgency) if stall is not None else None
+                HangSuspicion(worker.generation, stall.why, stall.urgency) if stall is not None else None
             )
             self.turn()
         self.sim.after(HANG_LOOK_S, self.guarded(lambda: self.watch_hangs(worker)))
@@ -577,9 +577,9 @@ class SimNode:
                 max(worker.step, 0),
                 self.detector.still_s(0, self.clock()),
             )
-            waits = Doing.IN_COLLECTIVE if worker.hangs else does.doing  # one rank of two hangs
+            waits = RankActivity.IN_COLLECTIVE if worker.hangs else does.doing  # one rank of two hangs
             other = replace(does, rank=does.rank + 1, doing=waits)
-            self.agent.workers_looked_at(Testimony(*asked, (does, other)))
+            self.agent.workers_looked_at(HangReport(*asked, (does, other)))
             self.turn()
 
         self.sim.after(self.sim.hangs.uniform(0.05, LOOKS_IN_S), self.guarded(say))

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.health.hang_report import ANSWER_S, Doing
+from elastic_agent.health.hang_report import ANSWER_S, RankActivity
 from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
@@ -33,7 +33,7 @@ from elastic_agent.rendezvous.records import (
     Endpoint,
     Phase,
     World,
-    line_up,
+    assign_ranks,
 )
 from elastic_agent.rendezvous.store.interface import Answer, Compare, Grant, Put, Read, Request
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -54,7 +54,12 @@ LAST_LIMIT_S = 1800.0
 SETTLES_S = 60.0
 WORKS_S = 100.0
 """How long one rank is at work while the others wait for it."""
-HANGS = ((Doing.STOPPED, False), (Doing.WAITS, False), (Doing.WORKS, True), (Doing.WORKS, False))
+HANGS = (
+    (RankActivity.STOPPED, False),
+    (RankActivity.WAITS, False),
+    (RankActivity.WORKS, True),
+    (RankActivity.WORKS, False),
+)
 """What a worker does, and whether it comes back."""
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
@@ -520,9 +525,12 @@ class Simulation(Checks):
 
 
 SWAPPED = {
-    "who waits is blamed": {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE},
-    "who computes is taken for asleep": {Doing.WORKS: Doing.WAITS},
-    "who waits is taken for at work": {Doing.IN_COLLECTIVE: Doing.WORKS},
+    "who waits is blamed": {
+        RankActivity.IN_COLLECTIVE: RankActivity.STOPPED,
+        RankActivity.STOPPED: RankActivity.IN_COLLECTIVE,
+    },
+    "who computes is taken for asleep": {RankActivity.WORKS: RankActivity.WAITS},
+    "who waits is taken for at work": {RankActivity.IN_COLLECTIVE: RankActivity.WORKS},
 }
 """What a coordinator with one of these bugs takes for what."""
 
@@ -552,7 +560,7 @@ def closed_ranks(world: World, view: View) -> World:
     chosen = [records[member.incarnation] for member in world.members]
     chosen.sort(key=lambda node: was.get(node.incarnation, len(was)))
     master = Endpoint(chosen[0].address, chosen[0].port)
-    return replace(world, members=line_up(tuple(chosen)), master=master, unproven=())
+    return replace(world, members=assign_ranks(tuple(chosen)), master=master, unproven=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from elastic_agent.health.hang_report import Doing
+from elastic_agent.health.hang_report import RankActivity
 from elastic_agent.rendezvous.node.drain import (
     WHAT_STANDS,
     Answer,
@@ -106,7 +106,7 @@ class Worker:
         self.asking = False
         self.ended_at: int | None = None
         """The step after which it ended by itself, as it was told."""
-        self.hangs: Doing | None = None
+        self.hangs: RankActivity | None = None
         """What it does for ever, if it never finishes a step again."""
         self.hangs_since = 0.0
         self.comes_back = False
@@ -134,14 +134,14 @@ class Worker:
         return self.alive and self.hangs is None
 
     @property
-    def doing(self) -> Doing:
+    def doing(self) -> RankActivity:
         """As the agent of its node can see it."""
         if not self.alive:
-            return Doing.GONE
+            return RankActivity.GONE
         if self.hangs is not None:
             return self.hangs
         waits = any(peer.entered < self.entered for peer in self.team.workers.values())
-        return Doing.IN_COLLECTIVE if self.entered > self.step and waits else Doing.WORKS
+        return RankActivity.IN_COLLECTIVE if self.entered > self.step and waits else RankActivity.WORKS
 
     # ------------------------------------------------------------ load
 

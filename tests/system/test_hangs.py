@@ -15,9 +15,9 @@ import pytest
 
 from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFacts, look_at
 from elastic_agent.agent.workers.hangs.testimony import rank_state
-from elastic_agent.health.diagnosis import verdict
-from elastic_agent.health.hang_report import Doing, Finding, RankState
-from elastic_agent.health.hang_report import Testimony as Answer
+from elastic_agent.health.diagnosis import diagnose
+from elastic_agent.health.hang_report import Finding, RankActivity, RankState
+from elastic_agent.health.hang_report import HangReport as Answer
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 
 HERE = Path(__file__).parent
@@ -26,26 +26,26 @@ CULPRIT = 1
 WITHIN_S = 60.0
 PAUSE_S = 0.2
 
-KINDS: dict[str, Doing] = {
-    "skipped_collective": Doing.IN_COLLECTIVE,
-    "other_order": Doing.IN_COLLECTIVE,
-    "extra_collective": Doing.IN_COLLECTIVE,
-    "other_group": Doing.IN_COLLECTIVE,
-    "stopped": Doing.STOPPED,
-    "asleep": Doing.WAITS,
-    "lock_of_python": Doing.WAITS,
-    "busy": Doing.WORKS,
-    "deadlock": Doing.WAITS,
-    "data_loader": Doing.WAITS,
-    "data_loader_without_processes": Doing.WAITS,
-    "read_of_a_pipe": Doing.WAITS,
-    "read_of_a_socket": Doing.WAITS,
-    "child_that_does_not_end": Doing.WAITS,
-    "exit_handler": Doing.WAITS,
-    "save": Doing.IN_SAVE,
-    "file_server": Doing.UNINTERRUPTIBLE,
-    "late_for_backward": Doing.WAITS,
-    "late_for_rendezvous": Doing.WAITS,
+KINDS: dict[str, RankActivity] = {
+    "skipped_collective": RankActivity.IN_COLLECTIVE,
+    "other_order": RankActivity.IN_COLLECTIVE,
+    "extra_collective": RankActivity.IN_COLLECTIVE,
+    "other_group": RankActivity.IN_COLLECTIVE,
+    "stopped": RankActivity.STOPPED,
+    "asleep": RankActivity.WAITS,
+    "lock_of_python": RankActivity.WAITS,
+    "busy": RankActivity.WORKS,
+    "deadlock": RankActivity.WAITS,
+    "data_loader": RankActivity.WAITS,
+    "data_loader_without_processes": RankActivity.WAITS,
+    "read_of_a_pipe": RankActivity.WAITS,
+    "read_of_a_socket": RankActivity.WAITS,
+    "child_that_does_not_end": RankActivity.WAITS,
+    "exit_handler": RankActivity.WAITS,
+    "save": RankActivity.IN_SAVE,
+    "file_server": RankActivity.UNINTERRUPTIBLE,
+    "late_for_backward": RankActivity.WAITS,
+    "late_for_rendezvous": RankActivity.WAITS,
 }
 """What the rank that is to blame does in each."""
 
@@ -72,7 +72,7 @@ class Hang:
     def settled(self) -> bool:
         """The others wait for the one that does not come, and that one has come to what it never comes back from."""
         marked = {int(line) for line in self.marks.read_text().split()} if self.marks.exists() else set()
-        waits = [state.doing is Doing.IN_COLLECTIVE for state in self.states if state.rank != CULPRIT]
+        waits = [state.doing is RankActivity.IN_COLLECTIVE for state in self.states if state.rank != CULPRIT]
         stands = any(state.doing is KINDS[self.kind] for state in self.states if state.rank == CULPRIT)
         return marked == set(range(RANKS)) and all(waits) and stands
 
@@ -177,9 +177,9 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
         pytest.skip("this user may not mount a file system")
     hang = hangs[kind]
     assert hang.settled, hang.seen
-    found = verdict([Answer(1, 1, (state,)) for state in hang.states], WORLD.node_of_ranks)
+    found = diagnose([Answer(1, 1, (state,)) for state in hang.states], WORLD.node_of_ranks)
     assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
-    works = KINDS[kind] is Doing.WORKS  # as far as can be seen
+    works = KINDS[kind] is RankActivity.WORKS  # as far as can be seen
     assert found.finding in ((Finding.HEALTHY,) if works else (Finding.LIKELY, Finding.CERTAIN))
     assert hang.states[CULPRIT].doing is KINDS[kind], _shown(hang.seen[CULPRIT])
 
@@ -192,14 +192,18 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
     targets = [replace(target, stacks=None) for target in hangs[kind].targets]
     seen = _look(targets)
     states = [rank_state(facts) for facts in seen]
-    found = verdict([Answer(1, 1, (state,)) for state in states], WORLD.node_of_ranks)
-    assert (found.finding, found.rank, states[CULPRIT].doing) == (Finding.LIKELY, CULPRIT, Doing.WAITS), seen
+    found = diagnose([Answer(1, 1, (state,)) for state in states], WORLD.node_of_ranks)
+    assert (found.finding, found.rank, states[CULPRIT].doing) == (
+        Finding.LIKELY,
+        CULPRIT,
+        RankActivity.WAITS,
+    ), seen
 
 
 def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
     targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
     seen = _look(targets)
-    found = verdict([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD.node_of_ranks)
+    found = diagnose([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None), seen
 
 

@@ -12,7 +12,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     Phase,
     World,
-    line_up,
+    assign_ranks,
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Delete, Put
@@ -20,7 +20,7 @@ from elastic_agent.rendezvous.store.memory import MemoryStore
 
 A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
 B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)
-WORLD = World("job", 4, Phase.RUNNING, line_up((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
+WORLD = World("job", 4, Phase.RUNNING, assign_ranks((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
 
 
 class JobScene:

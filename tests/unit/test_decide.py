@@ -56,7 +56,7 @@ from elastic_agent.rendezvous.records import (
     Result,
     Standby,
     World,
-    line_up,
+    assign_ranks,
 )
 from tests.policies import PLAIN_POLICY
 
@@ -94,7 +94,7 @@ def running(*nodes: NodeRecord, **changes: object) -> World:
         job="job",
         generation=4,
         phase=Phase.RUNNING,
-        members=line_up(nodes),
+        members=assign_ranks(nodes),
         master=Endpoint(nodes[0].address, nodes[0].port),
         cause=Cause(CauseKind.START),
         step=20,
@@ -470,7 +470,7 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
     policy = replace(POLICY, max_nodes=5)
     check(view(DRAINED, KA, KB, KC, D, d=NOW), policy, "running 5 [a b c d] leave c", "4 nodes are ready")
     check(view(DRAINED, KA, KB, KC, replace(D, ready=False)), policy, "running 5 [a b c] leave c", "3 nodes")
-    alone = view(replace(DRAINED, members=line_up((A,))), KA, replace(D, ready=False))
+    alone = view(replace(DRAINED, members=assign_ranks((A,))), KA, replace(D, ready=False))
     check(alone, replace(policy, min_nodes=2), "running 5 [a d] leave c", "2 nodes are ready")
 
 
@@ -975,7 +975,7 @@ def failing(node: NodeRecord) -> NodeRecord:
         (FIRST, (LONG, SB, SC), "running 5 [a b c] failure c"),
         (replace(FIRST, restarts=TWICE), (LONG, SB, SC), "running 5 [a b] failure c"),
         (
-            replace(FIRST, members=line_up((A, B, C, D)), limits=replace(LIMITS, max_nodes=4)),
+            replace(FIRST, members=assign_ranks((A, B, C, D)), limits=replace(LIMITS, max_nodes=4)),
             (LONG, SB, SC, replace(D, generation=4, conditions=frozenset({STOPPED}))),
             "running 5 [a b d] failure c",
         ),
@@ -1148,7 +1148,9 @@ def test_an_exception_of_the_script_moves_from_node_to_node_also_after_minutes_o
     assert short(blamed(world, LONG, SB)) == "running 5 [a b] failure a"
     crashed = replace(world, cause=replace(OF_A, failure=CRASH), exclusions=(replace(OUT, readmitted=True),))
     assert short(blamed(crashed, LONG, SB)) == "running 5 [a b] failure a", "a has rank 0: it saves for all"
-    assert short(blamed(replace(crashed, members=line_up((B, A))), SB, LONG)) == "running 5 [b] failure a"
+    assert (
+        short(blamed(replace(crashed, members=assign_ranks((B, A))), SB, LONG)) == "running 5 [b] failure a"
+    )
 
 
 def test_each_exclusion_of_a_node_has_the_next_number() -> None:
@@ -1181,7 +1183,10 @@ def test_the_same_failure_on_another_node_shows_that_the_first_was_not_to_blame(
     long_since = replace(again, restarts=replace(TWICE, culprit="a-1", exclusions=1))
     assert short(blamed(long_since, SA, SB)) == "running 5 [a b] failure a"
     assert short(blamed(long_since, LONG, SB)) == "running 5 [a b] failure a", "not as long as it has rank 0"
-    assert short(blamed(replace(long_since, members=line_up((B, A))), SB, LONG)) == "running 5 [b] failure a"
+    assert (
+        short(blamed(replace(long_since, members=assign_ranks((B, A))), SB, LONG))
+        == "running 5 [b] failure a"
+    )
 
 
 def test_nodes_are_not_excluded_one_after_the_other_when_that_does_not_help() -> None:

@@ -30,12 +30,14 @@ from elastic_agent.rendezvous.records import (
     Phase,
     StopAt,
     World,
-    line_up,
+    assign_ranks,
 )
 from elastic_agent.rendezvous.store.interface import Compare, Entry
 
 NODE = NodeRecord("a", "a-1", "host-a", 4001, slots=2)
-RUNNING = World("job", 4, Phase.RUNNING, line_up((NODE,)), Endpoint("host-a", 4001), Cause(CauseKind.START))
+RUNNING = World(
+    "job", 4, Phase.RUNNING, assign_ranks((NODE,)), Endpoint("host-a", 4001), Cause(CauseKind.START)
+)
 DRAINING = replace(RUNNING, phase=Phase.DRAINING, cause=Cause(CauseKind.JOIN))
 DRAINED = replace(DRAINING, phase=Phase.LAST_STEP)
 PLAIN = replace(DRAINED, phase=Phase.STOPPING)

@@ -20,8 +20,8 @@ from elastic_agent.rendezvous.records import (
     Phase,
     Result,
     World,
+    assign_ranks,
     drain_key,
-    line_up,
 )
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -59,7 +59,7 @@ def test_it_waits_until_the_node_has_left(scene: Scene, capsys: pytest.CaptureFi
         [
             lambda: (scene.delete(drain_key("b")), scene.put(replace(B, leaving=True))),
             lambda: scene.put(draining),
-            lambda: scene.put(replace(WORLD, generation=5, members=line_up((A,)), cause=LEAVE)),
+            lambda: scene.put(replace(WORLD, generation=5, members=assign_ranks((A,)), cause=LEAVE)),
             lambda: scene.delete("nodes/b"),
         ]
     )

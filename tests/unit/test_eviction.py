@@ -12,7 +12,7 @@ from elastic_agent.rendezvous.liveness import (
     ASK_AGAIN_S,
     ASK_IN_TURN_S,
     TURNS,
-    Absence,
+    ProbeFailure,
     ProbeResult,
     slow_to_go_on,
 )
@@ -23,11 +23,11 @@ from elastic_agent.rendezvous.records import (
     Condition,
     Endpoint,
     Failure,
-    Introduction,
     NodeRecord,
+    PeerStatus,
     Phase,
     World,
-    line_up,
+    assign_ranks,
 )
 from elastic_agent.rendezvous.store.interface import Read
 
@@ -81,7 +81,7 @@ def test_a_member_whose_agent_has_ended_is_evicted_with_the_next_world(bench: Be
     bench.settle()
     assert ask(a) == [], "it is given a moment"
     bench.now += ASK_AFTER_S
-    assert ask(a, Absence.REFUSED) == ["c-1"]
+    assert ask(a, ProbeFailure.REFUSED) == ["c-1"]
     bench.settle()
     assert bench.members() == ["a", "b"]
     assert "c" not in bench.records(), "its record went with the new world"
@@ -102,7 +102,7 @@ def test_a_node_that_all_wait_for_gets_its_name_back_as_soon_as_its_old_agent_is
     again = bench.join("c", everybody, life=2)
     bench.settle()
     bench.now += ASK_AFTER_S
-    ask(a, Absence.REFUSED)
+    ask(a, ProbeFailure.REFUSED)
     bench.settle()
     assert "c" not in bench.records(), "no world can be closed without it, and still it is evicted"
     bench.after(TICK_S)
@@ -114,7 +114,7 @@ def test_a_node_that_all_wait_for_gets_its_name_back_as_soon_as_its_old_agent_is
     assert world.restarts.failures == 0, "lost nodes cost no budget"
 
 
-@pytest.mark.parametrize("finding", [Absence.SILENT, Introduction("c", "c-1", 1)])
+@pytest.mark.parametrize("finding", [ProbeFailure.SILENT, PeerStatus("c", "c-1", 1)])
 def test_a_member_that_is_silent_or_answers_keeps_its_place_and_is_asked_again(
     bench: Bench, finding: ProbeResult
 ) -> None:
@@ -133,7 +133,7 @@ def test_another_life_behind_the_port_means_that_this_one_has_ended(bench: Bench
     a, _ = broken_world(bench, dead="c")
     bench.settle()
     bench.now += ASK_AFTER_S
-    ask(a, Introduction("c", "c-2", 0))
+    ask(a, PeerStatus("c", "c-2", 0))
     bench.settle()
     assert bench.members() == ["a", "b"]
 
@@ -144,7 +144,7 @@ def test_a_dead_coordinator_is_evicted_by_the_first_member_that_waits_for_it(ben
     bench.settle()
     assert bench.phase() is Phase.RUNNING, "no node is left to stop it"
     bench.now += ASK_AFTER_S
-    assert (ask(b, Absence.REFUSED), ask(c)) == (["a-1"], []), "one after the other"
+    assert (ask(b, ProbeFailure.REFUSED), ask(c)) == (["a-1"], []), "one after the other"
     bench.settle()
     assert bench.members() == ["c", "b"]
     assert "a" not in bench.records()
@@ -159,9 +159,9 @@ def test_who_has_found_a_coordinator_gone_asks_the_next_one_at_once(bench: Bench
     fail(c)
     bench.settle()
     bench.now += ASK_AFTER_S + ASK_IN_TURN_S
-    assert ask(c, Absence.REFUSED) == ["a-1"]
+    assert ask(c, ProbeFailure.REFUSED) == ["a-1"]
     bench.settle()
-    assert ask(c, Absence.REFUSED) == ["b-1"]
+    assert ask(c, ProbeFailure.REFUSED) == ["b-1"]
     bench.settle()
     assert c.part.coordinates
 
@@ -202,7 +202,7 @@ def eviction_of_c(bench: Bench) -> tuple[Peer, Peer, WriteWorld]:
     a, b = broken_world(bench, dead="c")
     bench.settle()
     bench.now += ASK_AFTER_S
-    ask(a, Absence.REFUSED)
+    ask(a, ProbeFailure.REFUSED)
     request = a.part.request(bench.now)
     assert isinstance(request, WriteWorld)
     assert [gone.key for gone in request.evicted] == ["nodes/c"]
@@ -239,7 +239,7 @@ def test_an_evicted_node_that_lives_stops_first_and_comes_back_as_another(bench:
     fail(b)
     bench.settle()
     bench.now += ASK_AFTER_S
-    assert ask(a, Absence.REFUSED) == ["c-1"]
+    assert ask(a, ProbeFailure.REFUSED) == ["c-1"]
     bench.settle()
     assert bench.members() == ["a", "b"]
     c.connected = True
@@ -260,7 +260,7 @@ def test_a_finding_that_comes_after_the_node_has_settled_is_ignored(bench: Bench
     bench.settle()
     assert bench.members() == ["a", "b", "c"]
     a.part.probes(bench.now)
-    a.part.probed(asked, Absence.REFUSED, bench.now, bench.now)
+    a.part.probed(asked, ProbeFailure.REFUSED, bench.now, bench.now)
     bench.settle()
     assert "c" in bench.records()
     assert a.generation == b.generation == c.generation == 3
@@ -288,7 +288,7 @@ def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Benc
     bench.put("nodes/c", late.to_json())
     world = bench.world()
     assert world is not None
-    members = line_up((bench.records()["a"], bench.records()["b"], late))
+    members = assign_ranks((bench.records()["a"], bench.records()["b"], late))
     bench.put(WORLD_KEY, replace(world, generation=2, members=members).to_json())
     changes = bench.kv.changes((WORLD_KEY,), seen)
     a.part.changed(changes, bench.now)
@@ -305,7 +305,7 @@ def test_a_node_that_writes_after_it_was_found_gone_keeps_its_place(bench: Bench
     fail(a)
     bench.settle()
     bench.now += ASK_AFTER_S
-    assert ask(a, Absence.SILENT, Absence.REFUSED) == ["b-1", "c-1"]
+    assert ask(a, ProbeFailure.SILENT, ProbeFailure.REFUSED) == ["b-1", "c-1"]
     for peer in (c, b):
         peer.obedient = True
         bench.settle()

@@ -21,7 +21,7 @@ from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFac
 from elastic_agent.agent.workers.hangs.flight_records import FlightRecords
 from elastic_agent.agent.workers.hangs.keeper import MOST_LOOKS, EvidenceKeeper, Look
 from elastic_agent.agent.workers.processes.proc import stat_of
-from elastic_agent.health.hang_report import Doing, InGroup, Recorded
+from elastic_agent.health.hang_report import InGroup, RankActivity, Recorded
 from elastic_agent.threads import Thread
 
 SECRET = "s3cr3t-canary"
@@ -85,7 +85,7 @@ def keeper(tmp_path: Path) -> EvidenceKeeper:
 
 def test_what_a_worker_does_is_kept(keeper: EvidenceKeeper, target: Target) -> None:
     look = kept(keeper, target)
-    assert [state.doing for state in look.states] == [Doing.WAITS]
+    assert [state.doing for state in look.states] == [RankActivity.WAITS]
     assert look.path == keeper.folder / "a" / "1-hang"  # type: ignore[operator]
     assert (look.path / "summary.txt").read_text().startswith("rank 3: waits, train.py:7 in train")
     text = (look.path / "rank3.txt").read_text()
@@ -283,7 +283,7 @@ def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
     looks = []
     for _ in range(3):
         looks.append(over(keeper.look("inquiry", [target])))
-    assert [[state.doing for state in look.states] for look in looks] == [[Doing.WAITS]] * 3
+    assert [[state.doing for state in look.states] for look in looks] == [[RankActivity.WAITS]] * 3
     assert [look.path is None for look in looks] == [False, True, True]
     goes_on.set()
     keeper.close()
@@ -292,4 +292,4 @@ def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
 def test_a_worker_that_has_ended_is_gone(keeper: EvidenceKeeper, target: Target) -> None:
     os.kill(target.pid, 9)
     os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOWAIT)
-    assert [state.doing for state in kept(keeper, target).states] == [Doing.GONE]
+    assert [state.doing for state in kept(keeper, target).states] == [RankActivity.GONE]

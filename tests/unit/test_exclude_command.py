@@ -19,7 +19,7 @@ from elastic_agent.rendezvous.records import (
     Phase,
     Result,
     World,
-    line_up,
+    assign_ranks,
     node_key,
 )
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -59,7 +59,9 @@ def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_
     scene.happens = iter(
         [
             goes_on,
-            lambda: scene.put(replace(scene.world, generation=5, phase=Phase.RUNNING, members=line_up((A,)))),
+            lambda: scene.put(
+                replace(scene.world, generation=5, phase=Phase.RUNNING, members=assign_ranks((A,)))
+            ),
         ]
     )
     scene.exclude()
@@ -128,7 +130,7 @@ def test_what_another_writes_meanwhile_stays(scene: Scene, monkeypatch: pytest.M
         found = read(*scopes)  # type: ignore[arg-type]
         if not wrote:
             wrote.append(1)
-            scene.put(replace(WORLD, generation=5, members=line_up((A,))))
+            scene.put(replace(WORLD, generation=5, members=assign_ranks((A,))))
         return found
 
     monkeypatch.setattr(scene.store, "read", read_late)

@@ -16,7 +16,15 @@ from elastic_agent.agent.machine import inventory as machines
 from elastic_agent.agent.machine.devices import Device, Inventory, Software
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.workers.environment import WorkerPlace, contract, worker_env
-from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    NodeRecord,
+    Phase,
+    World,
+    assign_ranks,
+)
 
 CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=TimeoutConfig(60.0))
 
@@ -60,7 +68,7 @@ def test_the_dumps_are_below_the_log_directory(machine: Machine) -> None:
 def test_what_differs_from_world_to_world_is_left_open() -> None:
     def of(names: str, generation: int, port: int, me: int) -> dict[str, str]:
         nodes = tuple(NodeRecord(name, name * 2, "host", port, 2) for name in names)
-        members = line_up(nodes)
+        members = assign_ranks(nodes)
         master = Endpoint(f"host-{port}", port)
         world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START), run=names)
         place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None, CONFIG))
@@ -83,7 +91,7 @@ def test_ranks_within_a_role_count_the_workers_of_all_nodes_that_have_it() -> No
             ("e", "reader", 5),
         ]
     )
-    world = World("job", 1, Phase.RUNNING, line_up(nodes), Endpoint("host", 1), Cause(CauseKind.START))
+    world = World("job", 1, Phase.RUNNING, assign_ranks(nodes), Endpoint("host", 1), Cause(CauseKind.START))
     names = ("GROUP_RANK", "ROLE_NAME", "LOCAL_RANK", "RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE")
     found = []
     for member in world.members:

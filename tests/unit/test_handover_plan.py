@@ -16,7 +16,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     Phase,
     World,
-    line_up,
+    assign_ranks,
 )
 from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
@@ -34,7 +34,12 @@ def node(
 
 MEMBERS = [node(name) for name in "abc"]
 WORLD = World(
-    "digits", 4, Phase.LAST_STEP, line_up(tuple(MEMBERS)), Endpoint("host-a", 1), Cause(CauseKind.LEAVE, "a")
+    "digits",
+    4,
+    Phase.LAST_STEP,
+    assign_ranks(tuple(MEMBERS)),
+    Endpoint("host-a", 1),
+    Cause(CauseKind.LEAVE, "a"),
 )
 A, B, C = MEMBERS
 LEAVING_A, LEAVING_B = (replace(one, leaving=True) for one in (A, B))

@@ -18,7 +18,7 @@ from elastic_agent.agent.workers.hangs.detector import (
     Stall,
     ends_alone,
 )
-from elastic_agent.health.hang_report import Finding, Inquiry, Urgency
+from elastic_agent.health.hang_report import Finding, HangProbe, Urgency
 
 EARLY, OVERDUE, LAST = Urgency
 
@@ -260,7 +260,7 @@ def stall(urgency: Urgency, *, steps: bool = True) -> Stall:
     return Stall(urgency, 0, steps, "")
 
 
-HEALTHY = Inquiry(3, LAST, Finding.HEALTHY)
+HEALTHY = HangProbe(3, LAST, Finding.HEALTHY)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +273,18 @@ HEALTHY = Inquiry(3, LAST, Finding.HEALTHY)
         (stall(LAST), "auto", None, ALONE_S, True, True),  # the store is away
         (stall(LAST), "auto", None, ALONE_S, False, False),
         (stall(LAST), "auto", HEALTHY, 1e6, True, False),
-        (stall(LAST), "auto", Inquiry(4, LAST), ALONE_S - 1, True, False),  # the verdict is to come
-        (stall(LAST), "auto", Inquiry(4, LAST), ALONE_S, True, True),  # the coordinator cannot write it
-        (stall(LAST, steps=False), 10.0, Inquiry(4, LAST), VERDICT_S, True, False),
-        (stall(LAST, steps=False), 10.0, Inquiry(4, LAST), ALONE_S, True, True),
-        (stall(LAST), "auto", Inquiry(3, LAST, Finding.UNCLEAR), ALONE_S, True, True),
-        (stall(LAST), "auto", Inquiry(3, EARLY, Finding.HEALTHY), ALONE_S, True, True),  # long ago
+        (stall(LAST), "auto", HangProbe(4, LAST), ALONE_S - 1, True, False),  # the verdict is to come
+        (stall(LAST), "auto", HangProbe(4, LAST), ALONE_S, True, True),  # the coordinator cannot write it
+        (stall(LAST, steps=False), 10.0, HangProbe(4, LAST), VERDICT_S, True, False),
+        (stall(LAST, steps=False), 10.0, HangProbe(4, LAST), ALONE_S, True, True),
+        (stall(LAST), "auto", HangProbe(3, LAST, Finding.UNCLEAR), ALONE_S, True, True),
+        (stall(LAST), "auto", HangProbe(3, EARLY, Finding.HEALTHY), ALONE_S, True, True),  # long ago
         (stall(LAST, steps=False), 10.0, HEALTHY, 1e6, True, False),
         (stall(LAST, steps=False), 10.0, None, ALONE_S, True, True),
     ],
 )
 def test_a_node_without_a_verdict_ends_its_workers_by_itself(
-    one: Stall, timeout: HangTimeout, inquiry: Inquiry | None, waited_s: float, still: bool, ends: bool
+    one: Stall, timeout: HangTimeout, inquiry: HangProbe | None, waited_s: float, still: bool, ends: bool
 ) -> None:
     assert ends_alone(one, timeout, inquiry, 100.0, 100.0 + waited_s, all_still=still) == ends
 

@@ -12,18 +12,18 @@ from elastic_agent.health.hang_report import (
     ANSWER_S,
     MAX_GROUPS,
     MAX_RANKS,
-    Doing,
+    Diagnosis,
     Finding,
+    HangProbe,
+    HangSuspicion,
     InGroup,
-    Inquiry,
+    RankActivity,
     RankState,
     Recorded,
-    Suspicion,
     Urgency,
-    Verdict,
     telling,
 )
-from elastic_agent.health.hang_report import Testimony as Said
+from elastic_agent.health.hang_report import HangReport as Said
 from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.inquiries import (
     FIRST_PAUSE_S,
@@ -33,7 +33,15 @@ from elastic_agent.rendezvous.coordinator.inquiries import (
 from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
 from elastic_agent.rendezvous.node.node_actions import Testify as Answer
-from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    NodeRecord,
+    Phase,
+    World,
+    assign_ranks,
+)
 from tests.policies import PLAIN_POLICY
 
 NOW = 100.0
@@ -43,25 +51,25 @@ A = NodeRecord("a", "a-1", "host-a", 4001, slots=1, ready=True)
 B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, ready=True)
 C = NodeRecord("c", "c-1", "host-c", 4003, slots=1, ready=True)
 WAITS, ASLEEP, STOPPED, BUSY, DISK = (
-    Doing.IN_COLLECTIVE,
-    Doing.WAITS,
-    Doing.STOPPED,
-    Doing.WORKS,
-    Doing.UNINTERRUPTIBLE,
+    RankActivity.IN_COLLECTIVE,
+    RankActivity.WAITS,
+    RankActivity.STOPPED,
+    RankActivity.WORKS,
+    RankActivity.UNINTERRUPTIBLE,
 )
 
 
-def world(inquiry: Inquiry | None = None) -> World:
-    members = line_up((A, B))
+def world(inquiry: HangProbe | None = None) -> World:
+    members = assign_ranks((A, B))
     start = Cause(CauseKind.START)
     return World("job", 4, Phase.RUNNING, members, Endpoint("host-a", 4001), start, inquiry=inquiry)
 
 
 def still(node: NodeRecord, urgency: Urgency, generation: int = 4) -> NodeRecord:
-    return replace(node, suspicion=Suspicion(generation, "no step for 5 s", urgency))
+    return replace(node, suspicion=HangSuspicion(generation, "no step for 5 s", urgency))
 
 
-def says(node: NodeRecord, rank: int, doing: Doing, inquiry: int = 1) -> NodeRecord:
+def says(node: NodeRecord, rank: int, doing: RankActivity, inquiry: int = 1) -> NodeRecord:
     return replace(node, testimony=Said(4, inquiry, (RankState(rank, doing, 7, 60.0),)))
 
 
@@ -78,13 +86,13 @@ def published(decision: Decision) -> World:
 
 def test_a_suspicion_of_this_generation_lets_all_be_asked() -> None:
     asked = published(decided(world(), A, still(B, EARLY)))
-    assert (asked.phase, asked.inquiry) == (Phase.RUNNING, Inquiry(1, EARLY))
+    assert (asked.phase, asked.inquiry) == (Phase.RUNNING, HangProbe(1, EARLY))
     assert isinstance(decided(world(), A, still(B, EARLY, generation=3)), Wait)
-    assert published(decided(world(), still(A, LAST), still(B, EARLY))).inquiry == Inquiry(1, LAST)
+    assert published(decided(world(), still(A, LAST), still(B, EARLY))).inquiry == HangProbe(1, LAST)
 
 
 def test_answers_are_waited_for_but_not_for_ever() -> None:
-    open_one = world(Inquiry(1, LAST))
+    open_one = world(HangProbe(1, LAST))
     wait = decided(open_one, says(A, 0, WAITS), B)
     assert isinstance(wait, Wait)
     assert wait.until == NOW + ANSWER_S
@@ -113,11 +121,11 @@ def test_answers_are_waited_for_but_not_for_ever() -> None:
     ],
 )
 def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
-    doing: Doing, urgency: Urgency, finding: Finding | None
+    doing: RankActivity, urgency: Urgency, finding: Finding | None
 ) -> None:
     """`finding` None: the generation is ended."""
     after = published(
-        decided(world(Inquiry(1, urgency)), still(says(A, 0, WAITS), urgency), says(B, 1, doing))
+        decided(world(HangProbe(1, urgency)), still(says(A, 0, WAITS), urgency), says(B, 1, doing))
     )
     if finding is not None:
         assert after.phase is Phase.RUNNING
@@ -143,7 +151,7 @@ def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
 
     def after(urgency: Urgency) -> World:
         waits = replace(still(A, urgency), testimony=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
-        return published(decided(world(Inquiry(1, urgency)), waits, says(B, 1, BUSY)))
+        return published(decided(world(HangProbe(1, urgency)), waits, says(B, 1, BUSY)))
 
     assert after(OVERDUE).phase is Phase.RUNNING
     ended = after(LAST)
@@ -152,7 +160,7 @@ def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
 
 
 def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
-    asked = world(Inquiry(1, LAST))
+    asked = world(HangProbe(1, LAST))
     after = published(decided(asked, says(A, 0, WAITS), says(B, 1, ASLEEP)))
     assert after.phase is Phase.RUNNING
     assert published(decided(asked, says(A, 0, WAITS), says(B, 1, STOPPED))).phase is Phase.STOPPING
@@ -170,9 +178,9 @@ def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
     ],
 )
 def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
-    waits: Doing | None, waited_s: float | None, complete: bool, finding: Finding
+    waits: RankActivity | None, waited_s: float | None, complete: bool, finding: Finding
 ) -> None:
-    found = Verdict(Finding.LIKELY, "rank 1 is at work", "b", 1)
+    found = Diagnosis(Finding.LIKELY, "rank 1 is at work", "b", 1)
     answers = {"b": Said(4, 1, (RankState(1, BUSY, 7, 0.5),))}
     if waits is not None:
         answers["a"] = Said(4, 1, (RankState(0, waits, 7, waited_s),))
@@ -183,18 +191,18 @@ def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
     ("doing", "still_s", "finding"),
     [
         (ASLEEP, None, Finding.DOUBTFUL),
-        (Doing.OTHER, 2.0, Finding.DOUBTFUL),
-        (Doing.OTHER, STILL_S, Finding.LIKELY),
+        (RankActivity.OTHER, 2.0, Finding.DOUBTFUL),
+        (RankActivity.OTHER, STILL_S, Finding.LIKELY),
         (ASLEEP, 1.0, Finding.DOUBTFUL),
         (ASLEEP, STILL_S, Finding.LIKELY),
         (DISK, 60.0, Finding.DOUBTFUL),
-        (Doing.IN_SAVE, 60.0, Finding.DOUBTFUL),
+        (RankActivity.IN_SAVE, 60.0, Finding.DOUBTFUL),
     ],
 )
 def test_what_waits_for_something_that_moves_may_be_slow(
-    doing: Doing, still_s: float | None, finding: Finding
+    doing: RankActivity, still_s: float | None, finding: Finding
 ) -> None:
-    found = Verdict(Finding.LIKELY, "", "b", 1)
+    found = Diagnosis(Finding.LIKELY, "", "b", 1)
     answers = {"b": Said(4, 1, (RankState(1, doing, 7, still_s),))}
     assert weighed(found, answers, all_answered=True).finding is finding
 
@@ -217,20 +225,20 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
         replace(still(node, urgency), testimony=Said(4, 1, (state,)))
         for node, state in ((A, first), (B, second))
     ]
-    told = published(decided(world(Inquiry(1, urgency)), *nodes))
+    told = published(decided(world(HangProbe(1, urgency)), *nodes))
     assert (told.phase is Phase.STOPPING) == over
     if not over:
         assert told.inquiry is not None
         assert told.inquiry.finding is Finding.HEALTHY
     early = [replace(still(node, EARLY), testimony=node.testimony) for node in nodes]
-    told = published(decided(world(Inquiry(1, EARLY)), *early))
+    told = published(decided(world(HangProbe(1, EARLY)), *early))
     assert told.phase is Phase.STOPPING or (told.inquiry and "active" not in told.inquiry.why)
 
 
 def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
     """A rank whose main thread waits for its GPU, which takes all of a processor."""
     group = InGroup("default_pg", None, 7, 7 if waits else None, "all_reduce")
-    return RankState(rank, Doing.OTHER, 7, 0.5, recorded=Recorded(for_s, True, (group,)))
+    return RankState(rank, RankActivity.OTHER, 7, 0.5, recorded=Recorded(for_s, True, (group,)))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,7 @@ def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
 def test_a_thread_that_only_waits_for_its_gpu_is_no_sign_of_life(
     named: int | None, states: tuple[RankState, ...], expected: bool
 ) -> None:
-    found = Verdict(Finding.LIKELY if named is not None else Finding.UNCLEAR, "", "b", named)
+    found = Diagnosis(Finding.LIKELY if named is not None else Finding.UNCLEAR, "", "b", named)
     assert all_go_on(found, {"b": Said(4, 1, states)}) == expected
 
 
@@ -267,40 +275,40 @@ def test_a_thread_that_only_waits_for_its_gpu_is_no_sign_of_life(
 def test_a_named_rank_that_spins_may_be_slow_unless_it_waits_for_others(
     state: RankState, finding: Finding
 ) -> None:
-    found = Verdict(Finding.LIKELY, "", "b", 1)
+    found = Diagnosis(Finding.LIKELY, "", "b", 1)
     assert weighed(found, {"b": Said(4, 1, (state,))}, all_answered=True).finding is finding
 
 
 def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:
     for finding, urgency, complete in itertools.product(Finding, Urgency, (True, False)):
-        over = ends(urgency, Verdict(finding, ""), all_answered=complete)
+        over = ends(urgency, Diagnosis(finding, ""), all_answered=complete)
         assert not (over and finding is Finding.HEALTHY)
         assert not (over and finding is Finding.UNCLEAR and not complete)
-    for doing in Doing:
+    for doing in RankActivity:
         answers = {"b": Said(4, 1, (RankState(1, doing, 7, 60.0),))}
-        found = weighed(Verdict(Finding.CERTAIN, "", "b", 1), answers, all_answered=False)
-        assert (found.finding is Finding.CERTAIN) == (doing in (Doing.GONE, Doing.STOPPED))
+        found = weighed(Diagnosis(Finding.CERTAIN, "", "b", 1), answers, all_answered=False)
+        assert (found.finding is Finding.CERTAIN) == (doing in (RankActivity.GONE, RankActivity.STOPPED))
 
 
 def test_the_next_inquiry_waits_ever_longer_unless_it_is_more_urgent() -> None:
-    pauses = [asks_at(Inquiry(number, EARLY, Finding.HEALTHY), 0.0, EARLY) for number in range(1, 12)]
+    pauses = [asks_at(HangProbe(number, EARLY, Finding.HEALTHY), 0.0, EARLY) for number in range(1, 12)]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == LONGEST_PAUSE_S
-    assert asks_at(Inquiry(9, EARLY, Finding.HEALTHY), 50.0, OVERDUE) == 50.0
-    closed = world(Inquiry(1, EARLY, Finding.UNCLEAR))
+    assert asks_at(HangProbe(9, EARLY, Finding.HEALTHY), 50.0, OVERDUE) == 50.0
+    closed = world(HangProbe(1, EARLY, Finding.UNCLEAR))
     wait = decided(closed, A, still(B, EARLY))
     assert isinstance(wait, Wait)
     assert wait.until == NOW + FIRST_PAUSE_S
     again = published(decided(closed, A, still(B, EARLY), since=NOW - FIRST_PAUSE_S))
-    assert again.inquiry == Inquiry(2, EARLY)
+    assert again.inquiry == HangProbe(2, EARLY)
 
 
 def test_a_newcomer_waits_for_the_end_of_a_hang_but_not_for_a_rank_that_is_at_work() -> None:
-    stuck = decided(world(Inquiry(1, EARLY, Finding.LIKELY)), A, still(B, EARLY), C)
+    stuck = decided(world(HangProbe(1, EARLY, Finding.LIKELY)), A, still(B, EARLY), C)
     assert isinstance(stuck, Wait)
-    healthy = decided(world(Inquiry(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY), C)
+    healthy = decided(world(HangProbe(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY), C)
     assert published(healthy).phase is Phase.DRAINING
-    alone = decided(world(Inquiry(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY))
+    alone = decided(world(HangProbe(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY))
     assert isinstance(alone, Wait)
     assert alone.until == NOW + FIRST_PAUSE_S
     assert "is running" in alone.reason
@@ -308,9 +316,9 @@ def test_a_newcomer_waits_for_the_end_of_a_hang_but_not_for_a_rank_that_is_at_wo
 
 def test_a_node_answers_each_inquiry_once_while_its_workers_run() -> None:
     local = LocalState("b-1", generation=4, started=4)
-    assert next_action(world(Inquiry(2)), local) == Answer(4, 2)
-    assert next_action(world(Inquiry(2)), replace(local, answered=2)) == Stay()
-    assert next_action(world(Inquiry(2, EARLY, Finding.HEALTHY)), local) == Stay()
+    assert next_action(world(HangProbe(2)), local) == Answer(4, 2)
+    assert next_action(world(HangProbe(2)), replace(local, answered=2)) == Stay()
+    assert next_action(world(HangProbe(2, EARLY, Finding.HEALTHY)), local) == Stay()
     assert next_action(world(), local) == Stay()
 
 
@@ -329,5 +337,5 @@ def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> Non
     said = Said(4, 1, (state,) * MAX_RANKS)
     node = replace(still(B, LAST), testimony=said)
     assert NodeRecord.from_json("nodes/b", node.to_json()) == node
-    seen = world(Inquiry(3, LAST, Finding.LIKELY, "rank 1 sleeps"))
+    seen = world(HangProbe(3, LAST, Finding.LIKELY, "rank 1 sleeps"))
     assert World.from_json(seen.to_json()) == seen

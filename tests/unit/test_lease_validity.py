@@ -13,18 +13,18 @@ from elastic_agent.rendezvous.liveness import (
     MOST_MEMBERS,
     QUIET_MARGIN,
     WHOLE_FRESH_S,
-    Absence,
     FailureDetector,
     LeaseValidity,
     Peer,
+    ProbeFailure,
     ProbeResult,
 )
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
-    Introduction,
     Member,
+    PeerStatus,
     Phase,
     World,
 )
@@ -54,7 +54,7 @@ def proof(name: str, *names: str, grace_s: float = GRACE_S) -> LeaseValidity:
 def runs(
     name: str, generation: int = 3, confirmed_s: float | None = LATE, whole_s: float | None = None
 ) -> ProbeResult:
-    return Introduction(name, f"{name}-1", generation, confirmed_s, whole_s)
+    return PeerStatus(name, f"{name}-1", generation, confirmed_s, whole_s)
 
 
 def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
@@ -99,8 +99,8 @@ def test_the_first_member_goes_on_while_all_others_run_its_generation_without_th
     [
         runs("c", generation=0),
         runs("c", generation=2),
-        Introduction("c", "c-2", 3, LATE),
-        Absence.REFUSED,
+        PeerStatus("c", "c-2", 3, LATE),
+        ProbeFailure.REFUSED,
     ],
     ids=["stopped", "another generation", "another life", "refused"],
 )
@@ -145,7 +145,7 @@ def test_the_moment_is_no_longer_than_the_proof_and_none_without_one() -> None:
 def test_silence_ends_it_when_the_last_answer_is_old() -> None:
     node = proof("a", "a", "b")
     node.found(peer("b"), runs("b"), LATE)
-    node.found(peer("b"), Absence.SILENT, LATE + 1.0)
+    node.found(peer("b"), ProbeFailure.SILENT, LATE + 1.0)
     assert node.holds(LATE + WHOLE_FRESH_S - 0.001)
     assert not node.holds(LATE + WHOLE_FRESH_S)
 

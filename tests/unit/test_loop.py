@@ -36,9 +36,9 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     DrainRequest,
     Failure,
-    Introduction,
     Member,
     NodeRecord,
+    PeerStatus,
     Result,
     World,
     drain_key,
@@ -280,7 +280,7 @@ class Scene:
             heartbeat=SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),
             memory_server=self.handing,
         )
-        self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
+        self.probes = Probes(PeerStatus("a", "a-1", generation=0), lambda: self.now)
         self.probes.begin(self.participant, agent.heartbeat)
         self.loop = Loop(agent, self.training, self.port, lambda: self.now)  # type: ignore[arg-type]
 
@@ -321,10 +321,10 @@ class Scene:
         for at in [at for at in self.plan if at <= self.now]:
             self.plan.pop(at)()
 
-    def read(self) -> Introduction:
+    def read(self) -> PeerStatus:
         """As the HTTP server's threads do, at any moment of a turn."""
         self.probes.readiness()
-        return Introduction.from_json(self.probes.introduction())
+        return PeerStatus.from_json(self.probes.introduction())
 
     def at(self, after_s: float, event: Event) -> None:
         self.plan[self.now + after_s] = lambda: self.events.put(event)
@@ -734,7 +734,7 @@ def test_a_turn_that_stops_the_workers_counts_before_the_loop_waits() -> None:
 def test_other_threads_read_whole_turns_and_nothing_in_between() -> None:
     """The lease goes between two turns. A reader that asked the participant itself would see half of that."""
     scene = Scene()
-    seen: list[tuple[Introduction, Introduction]] = []
+    seen: list[tuple[PeerStatus, PeerStatus]] = []
 
     def lose() -> None:
         before = scene.read()

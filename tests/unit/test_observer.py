@@ -13,7 +13,7 @@ from elastic_agent.agent.observability.status import STATUS_PAGE, NodeState
 from elastic_agent.agent.observability.training_account import Activity, TrainingEvent
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
-from elastic_agent.health.hang_report import Finding, Inquiry
+from elastic_agent.health.hang_report import Finding, HangProbe
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.health.stragglers import Comparison, Straggler
 from elastic_agent.rendezvous.messages import Exclusion
@@ -136,10 +136,10 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
 def test_events_of_a_hang_and_of_a_failure_name_rank_and_node_in_fields(
     observer: Observer, journal: Journal
 ) -> None:
-    found = Inquiry(1, finding=Finding.LIKELY, why="rank 3 on node b sleeps", node="b", rank=3)
+    found = HangProbe(1, finding=Finding.LIKELY, why="rank 3 on node b sleeps", node="b", rank=3)
     observer.heard_verdict(2, found)
     observer.failure_shown(Failure(2, "hang", "hang: rank 3", cause="hang", node="b", rank=3))
-    observer.heard_verdict(2, Inquiry(2, finding=Finding.UNCLEAR, why="nothing moves"))
+    observer.heard_verdict(2, HangProbe(2, finding=Finding.UNCLEAR, why="nothing moves"))
     told = [(event.kind, event.rank, event.about) for event in journal.since(0, 9)]
     assert told == [(Kind.VERDICT, 3, "b"), (Kind.FAILURE, 3, "b"), (Kind.VERDICT, None, "")]
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.parse import MOST_NODES
 from elastic_agent.codec import Invalid
 from elastic_agent.health.hang_report import (
-    Doing,
     Finding,
+    HangProbe,
+    HangSuspicion,
     InGroup,
-    Inquiry,
+    RankActivity,
     RankState,
     Recorded,
-    Suspicion,
     Urgency,
 )
-from elastic_agent.health.hang_report import Testimony as Said
+from elastic_agent.health.hang_report import HangReport as Said
 from elastic_agent.health.stragglers import Comparison, Paces, Straggler
 from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.messages import Exclusion, Limits, Program, Recheck
@@ -48,16 +48,16 @@ from elastic_agent.rendezvous.records import (
     Endpoint,
     Failure,
     GenerationProgress,
-    Introduction,
     Member,
     NodeRecord,
+    PeerStatus,
     Phase,
     Restarts,
     Result,
     Standby,
     StopAt,
     World,
-    line_up,
+    assign_ranks,
     node_key,
     row_bytes,
 )
@@ -100,8 +100,10 @@ NODE = NodeRecord(
     recheck=Recheck(2, False, "/dev/shm is full"),
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
-    suspicion=Suspicion(3, "no step for 5 s", Urgency.EARLY),
-    testimony=Said(3, 1, (RankState(0, Doing.WAITS, 17, 5.0), RankState(1, Doing.OTHER, recorded=RECORDED))),
+    suspicion=HangSuspicion(3, "no step for 5 s", Urgency.EARLY),
+    testimony=Said(
+        3, 1, (RankState(0, RankActivity.WAITS, 17, 5.0), RankState(1, RankActivity.OTHER, recorded=RECORDED))
+    ),
 )
 WORLD = World(
     job="job",
@@ -122,14 +124,14 @@ WORLD = World(
     ),
     standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
-    inquiry=Inquiry(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps", "a", 0),
+    inquiry=HangProbe(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps", "a", 0),
 )
-INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
+INTRODUCTION = PeerStatus("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
 DRAIN_REQUEST = DrainRequest("a-1")
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
-Record = NodeRecord | World | StopAt | DrainRequest | Introduction
+Record = NodeRecord | World | StopAt | DrainRequest | PeerStatus
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -161,7 +163,7 @@ READERS: dict[str, tuple[Record, Read]] = {
     "world": (WORLD, World.from_json),
     "stop": (STOP, StopAt.from_json),
     "drain_request": (DRAIN_REQUEST, read_drain_request),
-    "introduction": (INTRODUCTION, Introduction.from_json),
+    "introduction": (INTRODUCTION, PeerStatus.from_json),
 }
 
 
@@ -210,7 +212,7 @@ def texts(max_size: int) -> st.SearchStrategy[str]:
 
 endpoints = st.builds(Endpoint, texts(256), st.integers(0, 65535))
 ages = st.none() | st.floats(0, 1e12)
-introductions = st.builds(Introduction, names, names, numbers, ages, ages)
+introductions = st.builds(PeerStatus, names, names, numbers, ages, ages)
 failures = st.builds(
     Failure,
     counts,
@@ -283,7 +285,7 @@ def worlds(draw: st.DrawFn) -> World:
         job=draw(names),
         generation=draw(st.integers(1, 2**63 - 1)),
         phase=phase,
-        members=line_up(
+        members=assign_ranks(
             tuple(
                 draw(
                     st.lists(
@@ -335,8 +337,8 @@ def test_any_world_comes_back_as_it_was(world: World) -> None:
 
 @settings(deadline=None)
 @given(introductions)
-def test_any_introduction_comes_back_as_it_was(introduction: Introduction) -> None:
-    assert Introduction.from_json(introduction.to_json()) == introduction
+def test_any_introduction_comes_back_as_it_was(introduction: PeerStatus) -> None:
+    assert PeerStatus.from_json(introduction.to_json()) == introduction
 
 
 def test_a_world_of_the_most_nodes_fits_with_long_names() -> None:
@@ -347,7 +349,7 @@ def test_a_world_of_the_most_nodes_fits_with_long_names() -> None:
         for i in range(MOST_NODES)
     )
     assert sum(map(row_bytes, crowd)) <= MAX_MEMBERS_BYTES
-    world = replace(WORLD, members=line_up(crowd))
+    world = replace(WORLD, members=assign_ranks(crowd))
     assert World.from_json(world.to_json()) == world
 
 
@@ -749,7 +751,7 @@ def texts_in(value: Any) -> list[str]:
 @settings(deadline=None)
 @given(nodes)
 def test_no_member_takes_more_than_was_reckoned(node: NodeRecord) -> None:
-    (member,) = line_up((node,))
+    (member,) = assign_ranks((node,))
     assert len(json.dumps(member.row, separators=(",", ":"))) + 1 <= row_bytes(node) <= MAX_ROW_BYTES
 
 
@@ -760,8 +762,12 @@ def test_ranks_are_dense_in_the_order_given() -> None:
     crowd = tuple(
         NodeRecord(name, f"{name}-1", "", 1, slots) for name, slots in [("b", 3), ("a", 1), ("c", 2)]
     )
-    assert line_up(crowd) == (Member("b", "b-1", 3, 0), Member("a", "a-1", 1, 3), Member("c", "c-1", 2, 4))
-    assert replace(WORLD, members=line_up(crowd)).size == 6
+    assert assign_ranks(crowd) == (
+        Member("b", "b-1", 3, 0),
+        Member("a", "a-1", 1, 3),
+        Member("c", "c-1", 2, 4),
+    )
+    assert replace(WORLD, members=assign_ranks(crowd)).size == 6
 
 
 def test_ranks_follow_from_the_order_whatever_was_in_memory() -> None:

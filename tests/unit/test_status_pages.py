@@ -36,13 +36,13 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Endpoint,
     Failure,
-    Introduction,
     Limits,
     NodeRecord,
+    PeerStatus,
     Phase,
     Restarts,
     World,
-    line_up,
+    assign_ranks,
 )
 from elastic_agent.worker.wire.messages import LoadReport, SaveReport
 
@@ -88,7 +88,7 @@ WORLD = World(
     job="digits",
     generation=3,
     phase=Phase.RUNNING,
-    members=line_up(NODES),
+    members=assign_ranks(NODES),
     master=Endpoint("10.0.0.1", 4711),
     cause=Cause(CauseKind.FAILURE, "b", FAILURE.summary, FAILURE),
 )
@@ -156,7 +156,7 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
 
 def test_nor_in_the_answer_to_who_asks_whether_an_excluded_node_is_ready() -> None:
     snapshot = NodeSnapshot("b", "b-1", waiting_for=f"excluded: exit code 1: ValueError: {CANARY}")
-    probes = Probes(Introduction("b", "b-1", generation=0), lambda: 0.0, secrets={CANARY})
+    probes = Probes(PeerStatus("b", "b-1", generation=0), lambda: 0.0, secrets={CANARY})
     probes.begin(SimpleNamespace(snapshot=snapshot), SimpleNamespace())  # type: ignore[arg-type]
     assert probes.readiness().detail == "waiting: excluded: exit code 1: ValueError: ***"
 
@@ -268,7 +268,7 @@ def test_a_job_of_2000_nodes_fits() -> None:
         )
         for n in range(2000)
     )
-    world = replace(WORLD, members=line_up(nodes))
+    world = replace(WORLD, members=assign_ranks(nodes))
     back = JOB_PAGE.decode(job_page(JobStatus("digits", world, nodes, None, complete=False)))
     assert back.nodes == nodes
 

@@ -27,7 +27,7 @@ from elastic_agent.rendezvous.records import (
     Restarts,
     Result,
     World,
-    line_up,
+    assign_ranks,
 )
 
 from .test_status_pages import FAILURE, STATUS, WORLD
@@ -42,7 +42,7 @@ def http(name: str) -> Endpoint:
 
 
 A, B, C, D = (record(name, http=http(name)) for name in "abcd")
-THREE = replace(WORLD, members=line_up((A, B, C)), restarts=Restarts(2, 1))
+THREE = replace(WORLD, members=assign_ranks((A, B, C)), restarts=Restarts(2, 1))
 
 
 def status(name: str, **more: Any) -> NodeStatus:
@@ -140,7 +140,7 @@ def test_a_job_whose_script_reports_no_steps_says_so_and_how_to_get_them(
 
 
 def test_members_are_listed_by_rank_before_nodes_that_stand_by() -> None:
-    world = replace(THREE, members=line_up((C, A)))
+    world = replace(THREE, members=assign_ranks((C, A)))
     answers = {**ALL, "b-1": status("b", state="joining"), "d-1": status("d", state="joining")}
     assert states(made(found(world, (A, B, C, D)), answers)) == [
         ("c", "0-1", "running"),
@@ -403,7 +403,7 @@ def test_no_text_of_another_program_moves_the_cursor() -> None:
 def test_of_many_problems_the_first_are_named() -> None:
     nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(100))
     answers = {node.incarnation: Unreachable.REFUSED for node in nodes}
-    job = made(found(replace(THREE, members=line_up(nodes)), nodes), answers)
+    job = made(found(replace(THREE, members=assign_ranks(nodes)), nodes), answers)
     notes = [line for line in lines(job) if line.startswith("!")]
     assert (len(notes), notes[-1]) == (13, "! and 88 more")
 

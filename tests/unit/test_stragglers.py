@@ -14,7 +14,15 @@ from elastic_agent.agent.main.loop import HEARTBEAT_S
 from elastic_agent.agent.rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from elastic_agent.health.stragglers import Paces, Watched
 from elastic_agent.rendezvous.node.membership_view import compared as compare
-from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from elastic_agent.rendezvous.records import (
+    Cause,
+    CauseKind,
+    Endpoint,
+    NodeRecord,
+    Phase,
+    World,
+    assign_ranks,
+)
 from elastic_agent.worker.wire.shared_progress import KEPT_TIMES, OWN_COUNT, OWN_TIMES, STEP, STEPPED_AT
 
 from .bench import Bench, Peer
@@ -24,7 +32,7 @@ SLOW = 1.4
 
 def world_of(nodes: list[NodeRecord]) -> World:
     start = Cause(CauseKind.START)
-    return World("job", 3, Phase.RUNNING, line_up(tuple(nodes)), Endpoint("10.0.0.1", 29500), start)
+    return World("job", 3, Phase.RUNNING, assign_ranks(tuple(nodes)), Endpoint("10.0.0.1", 29500), start)
 
 
 def node(number: int, slots: int) -> NodeRecord:

@@ -15,7 +15,7 @@ from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.journal import Kind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
 from elastic_agent.agent.workers.hangs.detector import VERDICT_S
-from elastic_agent.health.hang_report import Finding, Inquiry, Urgency
+from elastic_agent.health.hang_report import Finding, HangProbe, Urgency
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.rendezvous.records import Action, Failure, Phase
@@ -373,7 +373,7 @@ def test_the_verdict_that_ends_a_generation_is_in_the_journal_too(
     node = hanging(tmp_path)
     generation = node.supervisor._generation
     assert generation is not None
-    found = Inquiry(2, finding=Finding.CERTAIN, why="rank 1 on node a is stopped", node="a", rank=1)
+    found = HangProbe(2, finding=Finding.CERTAIN, why="rank 1 on node a is stopped", node="a", rank=1)
     ended = replace(generation.world, phase=Phase.STOPPING, inquiry=found)
     monkeypatch.setattr(type(node.participant), "world", property(lambda _: ended))
     for _ in range(2):

@@ -19,7 +19,7 @@ from elastic_agent.agent.workers.hangs.facts import (
     WorkerFacts,
 )
 from elastic_agent.agent.workers.hangs.testimony import rank_state
-from elastic_agent.health.hang_report import MAX_WHERE, Doing
+from elastic_agent.health.hang_report import MAX_WHERE, RankActivity
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 MODULE = Frame("/job/train.py", 40, "<module>")
@@ -59,56 +59,56 @@ DISK = replace(GLOO, state="D")
 @pytest.mark.parametrize(
     ("facts", "doing"),
     [
-        (worker(main=replace(MAIN, state="Z"), others=()), Doing.GONE),
-        (worker(STEP, MODULE, main=replace(MAIN, state="T", channel="do_signal_stop")), Doing.STOPPED),
-        (worker(main=replace(MAIN, channel="do_freezer_trap")), Doing.STOPPED),
+        (worker(main=replace(MAIN, state="Z"), others=()), RankActivity.GONE),
+        (worker(STEP, MODULE, main=replace(MAIN, state="T", channel="do_signal_stop")), RankActivity.STOPPED),
+        (worker(main=replace(MAIN, channel="do_freezer_trap")), RankActivity.STOPPED),
         # a debugger lets go of it again
-        (worker(STEP, MODULE, main=replace(MAIN, state="t")), Doing.WAITS),
-        (worker(main=replace(MAIN, state="D", channel="io_schedule")), Doing.UNINTERRUPTIBLE),
+        (worker(STEP, MODULE, main=replace(MAIN, state="t")), RankActivity.WAITS),
+        (worker(main=replace(MAIN, state="D", channel="io_schedule")), RankActivity.UNINTERRUPTIBLE),
         # it waits for a thread of its own, which waits for a disk; beside a collective one is at work
-        (worker(STEP, others=(DISK,)), Doing.UNINTERRUPTIBLE),
-        (worker(REDUCE, WRAPPER, STEP, MODULE, others=(DISK,)), Doing.IN_COLLECTIVE),
-        (worker(REDUCE, WRAPPER, STEP, MODULE), Doing.IN_COLLECTIVE),
-        (worker(BACKWARD, STEP, MODULE), Doing.IN_COLLECTIVE),
-        (worker(BACKWARD, STEP, MODULE, main=RUNS), Doing.WORKS),
+        (worker(STEP, others=(DISK,)), RankActivity.UNINTERRUPTIBLE),
+        (worker(REDUCE, WRAPPER, STEP, MODULE, others=(DISK,)), RankActivity.IN_COLLECTIVE),
+        (worker(REDUCE, WRAPPER, STEP, MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(BACKWARD, STEP, MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(BACKWARD, STEP, MODULE, main=RUNS), RankActivity.WORKS),
         # what a module does in the forward of DDP or FSDP, and in a backward of the script's own
-        (worker(FORWARD, CALL, DDP, CALL, MODULE, main=RUNS), Doing.WORKS),
-        (worker(FORWARD, CALL, FSDP, CALL, MODULE, main=at(TIME)), Doing.WAITS),
-        (worker(LINEAR, CALL, CALL, DDP, CALL, MODULE), Doing.WAITS),
-        (worker(COMPILES, FORWARD, CALL, DDP, CALL, MODULE, main=at(CHILD)), Doing.WAITS),
-        (worker(FORWARD, CALL, BACKWARD, STEP, MODULE), Doing.WAITS),
-        (worker(DDP, CALL, MODULE), Doing.IN_COLLECTIVE),
-        (worker(REDUCE, WRAPPER, FORWARD, CALL, DDP, CALL, MODULE), Doing.IN_COLLECTIVE),
+        (worker(FORWARD, CALL, DDP, CALL, MODULE, main=RUNS), RankActivity.WORKS),
+        (worker(FORWARD, CALL, FSDP, CALL, MODULE, main=at(TIME)), RankActivity.WAITS),
+        (worker(LINEAR, CALL, CALL, DDP, CALL, MODULE), RankActivity.WAITS),
+        (worker(COMPILES, FORWARD, CALL, DDP, CALL, MODULE, main=at(CHILD)), RankActivity.WAITS),
+        (worker(FORWARD, CALL, BACKWARD, STEP, MODULE), RankActivity.WAITS),
+        (worker(DDP, CALL, MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(REDUCE, WRAPPER, FORWARD, CALL, DDP, CALL, MODULE), RankActivity.IN_COLLECTIVE),
         # objects that it unpickles
-        (worker(REDUCE, WRAPPER, MODULE, main=RUNS), Doing.WORKS),
-        (worker(replace(STEP, source="work.wait()"), MODULE), Doing.IN_COLLECTIVE),
-        (worker(replace(STEP, source="lock.acquire()"), MODULE), Doing.WAITS),
-        (worker(INIT, WRAPPER, MODULE), Doing.IN_COLLECTIVE),
-        (worker(SAVING, STEP, MODULE, main=at("system call 1")), Doing.IN_SAVE),
-        (worker(DCP, MODULE, main=at("system call 1")), Doing.IN_SAVE),
-        (worker(REDUCE, DCP, MODULE), Doing.IN_COLLECTIVE),
-        (worker(LOADER, MODULE, main=at(ANY)), Doing.WAITS),
-        (worker(STEP, MODULE, main=RUNS), Doing.WORKS),
+        (worker(REDUCE, WRAPPER, MODULE, main=RUNS), RankActivity.WORKS),
+        (worker(replace(STEP, source="work.wait()"), MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(replace(STEP, source="lock.acquire()"), MODULE), RankActivity.WAITS),
+        (worker(INIT, WRAPPER, MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(SAVING, STEP, MODULE, main=at("system call 1")), RankActivity.IN_SAVE),
+        (worker(DCP, MODULE, main=at("system call 1")), RankActivity.IN_SAVE),
+        (worker(REDUCE, DCP, MODULE), RankActivity.IN_COLLECTIVE),
+        (worker(LOADER, MODULE, main=at(ANY)), RankActivity.WAITS),
+        (worker(STEP, MODULE, main=RUNS), RankActivity.WORKS),
         # it may compute on its GPU, or run only to wait for that
-        (worker(STEP, MODULE, main=RUNS, devices=True), Doing.OTHER),
-        (worker(REDUCE, WRAPPER, STEP, MODULE, main=RUNS, devices=True), Doing.IN_COLLECTIVE),
+        (worker(STEP, MODULE, main=RUNS, devices=True), RankActivity.OTHER),
+        (worker(REDUCE, WRAPPER, STEP, MODULE, main=RUNS, devices=True), RankActivity.IN_COLLECTIVE),
         # without stacks
-        (worker(), Doing.IN_COLLECTIVE),
-        (worker(others=(replace(GLOO, name="python"),)), Doing.OTHER),
-        (worker(main=RUNS), Doing.WORKS),
-        (worker(main=at(ANY)), Doing.OTHER),
-        (worker(main=at(TIME)), Doing.WAITS),
-        (worker(main=at(BYTES)), Doing.WAITS),
+        (worker(), RankActivity.IN_COLLECTIVE),
+        (worker(others=(replace(GLOO, name="python"),)), RankActivity.OTHER),
+        (worker(main=RUNS), RankActivity.WORKS),
+        (worker(main=at(ANY)), RankActivity.OTHER),
+        (worker(main=at(TIME)), RankActivity.WAITS),
+        (worker(main=at(BYTES)), RankActivity.WAITS),
     ],
 )
-def test_what_it_does(facts: WorkerFacts, doing: Doing) -> None:
+def test_what_it_does(facts: WorkerFacts, doing: RankActivity) -> None:
     found = rank_state(facts)
     assert found.doing is doing, found
     assert (found.rank, found.step) == (1, 7)
 
 
 def test_one_that_uses_a_processor_most_of_the_time_runs_though_it_sleeps_at_the_look() -> None:
-    assert rank_state(replace(worker(STEP, MODULE), main_cpu_s=0.4)).doing is Doing.WORKS
+    assert rank_state(replace(worker(STEP, MODULE), main_cpu_s=0.4)).doing is RankActivity.WORKS
 
 
 def test_the_collective_is_what_the_script_has_called() -> None:
@@ -137,7 +137,7 @@ def test_the_place_is_the_scripts_own_line_also_where_waits_are_measured(
     frames: tuple[Frame, ...], name: str
 ) -> None:
     found = rank_state(worker(*frames))
-    assert (found.doing, found.collective) == (Doing.IN_COLLECTIVE, name)
+    assert (found.doing, found.collective) == (RankActivity.IN_COLLECTIVE, name)
     assert found.where == "train.py:9 in step"
 
 

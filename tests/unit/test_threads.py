@@ -23,7 +23,7 @@ from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.access import Addresses
-from elastic_agent.rendezvous.liveness import Absence, Peer
+from elastic_agent.rendezvous.liveness import Peer, ProbeFailure
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -183,7 +183,7 @@ def test_a_short_lived_thread_that_fails_has_answered(
             answer = told.next(events, PATIENCE_S)
         assert failed.has(name, how)
         if name == "peer":
-            assert answer[2] is Absence.SILENT
+            assert answer[2] is ProbeFailure.SILENT
         else:
             assert answer == ("stop_read", 3, None)
 

@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from ....health.hang_report import LOOK_S, Finding, Inquiry, Urgency
+from ....health.hang_report import LOOK_S, Finding, HangProbe, Urgency
 from ....threads import Thread
 from ...common.events import Event
 from ..processes.proc import read, status_field
@@ -306,7 +306,13 @@ class HangDetector:
 
 
 def ends_alone(
-    stall: Stall, timeout: HangTimeout, inquiry: Inquiry | None, since: float, now: float, *, all_still: bool
+    stall: Stall,
+    timeout: HangTimeout,
+    inquiry: HangProbe | None,
+    since: float,
+    now: float,
+    *,
+    all_still: bool,
 ) -> bool:
     """A node without a verdict ends its workers by itself. `since`: when the last limit was over; `inquiry`: the newest
     that it knows of; `all_still`: none of its workers uses anything."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ....health.hang_report import MAX_WHERE, Doing, InGroup, RankState
+from ....health.hang_report import MAX_WHERE, InGroup, RankActivity, RankState
 from .facts import BYTES, CHILD, LOCK, TIME, Frame, ThreadFacts, WorkerFacts
 
 _GONE = ("Z", "X")
@@ -61,19 +61,19 @@ def rank_state(facts: WorkerFacts) -> RankState:
     )
 
 
-_Judged = tuple[Doing, str, str]
+_Judged = tuple[RankActivity, str, str]
 
 
 def _judge(facts: WorkerFacts) -> _Judged:
     main = facts.main
     if main is None or all(one.state in _GONE for one in facts.threads):
-        return Doing.GONE, "its process has ended", ""
+        return RankActivity.GONE, "its process has ended", ""
     if main.state == "T" or any(
         part in main.channel for part in _FROZEN
     ):  # a debugger's stop is "t", and ends
-        return Doing.STOPPED, _kernel_words(main), ""
+        return RankActivity.STOPPED, _kernel_words(main), ""
     if main.state == "D":
-        return Doing.UNINTERRUPTIBLE, _kernel_words(main), ""
+        return RankActivity.UNINTERRUPTIBLE, _kernel_words(main), ""
     frames = facts.stacks[-1].frames if facts.stacks else ()
     return _with_stacks(facts, main, frames) if frames else _without_stacks(facts, main)
 
@@ -83,8 +83,8 @@ def _without_stacks(facts: WorkerFacts, main: ThreadFacts) -> _Judged:
     if facts.runs:
         return _at_work(facts), words, ""
     if main.waits_for == LOCK and any(one.name.startswith(_COLLECTIVE_THREADS) for one in facts.threads):
-        return Doing.IN_COLLECTIVE, words, ""
-    return Doing.WAITS if main.waits_for in (TIME, BYTES, CHILD) else Doing.OTHER, words, ""
+        return RankActivity.IN_COLLECTIVE, words, ""
+    return RankActivity.WAITS if main.waits_for in (TIME, BYTES, CHILD) else RankActivity.OTHER, words, ""
 
 
 def _with_stacks(facts: WorkerFacts, main: ThreadFacts, frames: Sequence[Frame]) -> _Judged:
@@ -92,26 +92,30 @@ def _with_stacks(facts: WorkerFacts, main: ThreadFacts, frames: Sequence[Frame])
     where = f"{place}, waits for {main.waits_for}" if main.waits_for else place
     for at, frame in enumerate(frames):
         if _is_in(frame, _SAVES):
-            return Doing.IN_SAVE, where, ""
+            return RankActivity.IN_SAVE, where, ""
         if _is_collective(frame) or _BACKWARD in frame.file:
             if not all(map(_is_plumbing, frames[:at])):
                 break  # a module's forward inside DDP's, a backward of the script's own
             if facts.runs and not (facts.devices and _is_collective(frame)):
                 break  # a GPU's library may use a processor only to wait
             name = _name(frames[at:]) if _is_collective(frame) else "backward"
-            return Doing.IN_COLLECTIVE, place, name
+            return RankActivity.IN_COLLECTIVE, place, name
     if facts.runs:
         return _at_work(facts), where, ""
     if main.waits_for == LOCK and any(word in frames[0].source for word in _WAITS_OF_WORK):
-        return Doing.IN_COLLECTIVE, place, "wait"
+        return RankActivity.IN_COLLECTIVE, place, "wait"
     # It may wait for a thread of its own, which waits for a disk.
     stuck = next((one for one in facts.threads if one.state == "D"), None)
-    return (Doing.WAITS, where, "") if stuck is None else (Doing.UNINTERRUPTIBLE, _kernel_words(stuck), "")
+    return (
+        (RankActivity.WAITS, where, "")
+        if stuck is None
+        else (RankActivity.UNINTERRUPTIBLE, _kernel_words(stuck), "")
+    )
 
 
-def _at_work(facts: WorkerFacts) -> Doing:
+def _at_work(facts: WorkerFacts) -> RankActivity:
     """It computes; or, with a GPU, it may do so only to wait for that."""
-    return Doing.OTHER if facts.devices else Doing.WORKS
+    return RankActivity.OTHER if facts.devices else RankActivity.WORKS
 
 
 def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
@@ -163,7 +167,7 @@ MOST_CHARS = 256 * 1024
 
 def one_line(state: RankState) -> str:
     """
-    >>> one_line(RankState(3, Doing.WAITS, 7, where="train.py:9 in step"))
+    >>> one_line(RankState(3, RankActivity.WAITS, 7, where="train.py:9 in step"))
     'rank 3: waits, train.py:9 in step, step 7'
     """
     parts = [
