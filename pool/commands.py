@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from ..agent.commands.command import pause, store_command
+from ..agent.commands.command import opened, pause, run_command
 from ..agent.common.exits import CannotDo, ExitCode
 from ..agent.common.http_client import NoAnswer, request
 from ..agent.configuration.config import TARGETS, ConfigError, Problem
 from ..agent.configuration.derive import resolve_pool
 from ..agent.configuration.load import Settings
 from ..agent.configuration.parse import YES_OR_NO, Option
-from ..agent.configuration.rendezvous import RendezvousConfig
 from ..rendezvous.errors import Compacted, StoreRefused, StoreUnavailable
 from ..rendezvous.store.interface import Compare, Put, Store, Watch
 from ..rendezvous.text import counted
@@ -56,7 +55,7 @@ def pool_command(
     RecordInvalid.
     """
 
-    def find(_: str, command_line: Settings) -> RendezvousConfig:
+    def at_pool(first: str, command_line: Settings) -> int:
         problems = check(command_line)
         try:
             place = resolve_pool(command_line, os.environ)
@@ -64,12 +63,10 @@ def pool_command(
             raise ConfigError([*error.problems, *problems]) from None
         if problems:
             raise ConfigError(problems)
-        return place
+        with opened(place) as store:
+            return work(store, read_view(store), first, command_line)
 
-    def look(store: Store, _: RendezvousConfig, first: str, command_line: Settings) -> int:
-        return work(store, read_view(store), first, command_line)
-
-    return store_command(name, words, usage, find, look, *options, subject=subject)
+    return run_command(name, words, usage, options, at_pool, takes=subject, of_store=True)
 
 
 def read_view(store: Store) -> PoolView:

@@ -69,7 +69,7 @@ _COUNTED = {Outcome.FAIL: "failed", Outcome.WARN: "to look at", Outcome.UNKNOWN:
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    return run_command("check", words, _USAGE, OWN_OPTIONS, _work, subject=False)
+    return run_command("check", words, _USAGE, OWN_OPTIONS, _work)
 
 
 def _work(_: str, command_line: Settings) -> int:

@@ -29,11 +29,6 @@ STORE_OPTIONS = (
     "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help."
 )
 
-Find = Callable[[str, Settings], RendezvousConfig]
-"""Where the store is, for the command's subject. Raises ConfigError with all problems, and CannotDo."""
-Work = Callable[[Store, RendezvousConfig, str, Settings], int | None]
-"""Returns the exit code; None: done. Raises CannotDo, StoreError and RecordInvalid."""
-
 
 def run_command(
     name: str,
@@ -42,28 +37,31 @@ def run_command(
     options: Iterable[Option[Any]],
     work: Callable[[str, Settings], int | None],
     *,
-    subject: bool = True,
-    others: Iterable[Option[Any]] = (),
-    note: str = "",
+    takes: str = "",
+    of_store: bool = False,
 ) -> int:
     """Returns what `work` does (None: done), or the code of why it has failed, which is said in one line.
 
-    With a `subject` the first word, if it is no option, is for `work` alone; empty: there is none. `options` are the
-    command's own; its help has `others`, too, and the `note`. `work` raises ConfigError, CannotDo, StoreError and
-    RecordInvalid.
+    The command `takes` a first word that is for `work` alone, like NODE, or [RUN] if it may be left out; else it is
+    empty. `options` are the command's own; one `of_store` has those of the rendezvous besides. `work` raises
+    ConfigError, CannotDo, StoreError and RecordInvalid.
     """
     options = tuple(options)
-    named = bool(subject and words) and not words[0].startswith("-")
-    command_line = read_argv(words[1:] if named else words, options)
+    named = bool(takes and words) and not words[0].startswith("-")
+    first, words = (words[0], words[1:]) if named else ("", words)
+    command_line = read_argv(words, options)
     if HELP in command_line:
-        shown = [option.help_text() for option in (*options, *others)]
-        print("\n".join([usage, *shown, "", *([note] if note else []), EXIT_CODES]))
+        shown = [option.help_text() for option in (*options, *([CONFIG_FILE] if of_store else []))]
+        print("\n".join([usage, *shown, "", *([STORE_OPTIONS] if of_store else []), EXIT_CODES]))
         return ExitCode.SUCCESS
     code: ExitCode
     reason: Exception
     try:
+        if takes.isalpha() and not first:
+            advice = f"expected {takes}; write elastic-agent {name} {takes}"
+            raise CannotDo(ExitCode.BAD_CONFIG, advice)
         with one_line_errors():
-            return work(words[0] if named else "", command_line) or ExitCode.SUCCESS
+            return work(first, command_line) or ExitCode.SUCCESS
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
@@ -76,30 +74,12 @@ def run_command(
     return code
 
 
-def store_command(
-    name: str,
-    words: Sequence[str],
-    usage: str,
-    find: Find,
-    work: Work,
-    *options: Option[Any],
-    subject: str = "",
-) -> int:
-    """As `run_command`, with the store that `find` says. With a `subject`, as NODE or JOB, the first word is one."""
-
-    def ask(first: str, command_line: Settings) -> int | None:
-        place = find(first, command_line)
-        if subject and not first:
-            advice = f"expected {subject}; write elastic-agent {name} {subject}"
-            raise CannotDo(ExitCode.BAD_CONFIG, advice)
-        place.kind.load()
-        with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-            return work(store, place, first, command_line)
-
-    others = (HELP, CONFIG_FILE)
-    return run_command(
-        name, words, usage, options, ask, subject=bool(subject), others=others, note=STORE_OPTIONS
-    )
+@contextlib.contextmanager
+def opened(place: RendezvousConfig) -> Iterator[Store]:
+    """The store there, for a look. Raises CannotDo and StoreError."""
+    place.kind.load()
+    with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
+        yield store
 
 
 def world_of(job: str, entries: Iterable[Entry]) -> World | None:
@@ -121,6 +101,14 @@ def pause(seconds: float) -> None:
     gone = select.POLLERR | select.POLLHUP | select.POLLNVAL
     if any(event & gone for _, event in poll.poll(seconds * 1000)):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def columns(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table's lines."""
+    rows = tuple(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def printable(text: str) -> str:

@@ -1,19 +1,13 @@
 """`elastic-agent drain NODE`, `exclude NODE`, `readmit NODE` and `forget JOB`: the commands that change a job's store.
 
-*drain* asks a node to leave its job. The request is a key of its own in the job's store, which the node's agent
-watches. It names the agent's incarnation, so that a request that was not read in time has no effect later. The rest is
-as after SIGTERM to the agent: all workers end after the same step, and the next generation goes on without the node.
+*drain* writes a key of its own, which the node's agent watches. It names the agent's incarnation: a request that
+was not read in time has no effect later. The rest is as after SIGTERM to the agent.
 
-*exclude* leaves a node out of its job's worlds until *readmit*, which needs neither a cool-down nor a check. They write
-the job's `world` by compare-and-set, and try again if another writer was faster. The coordinator does the rest: a
-member leaves by a planned change, without a lost step, as soon as the other nodes are enough.
+*exclude* and *readmit* write the job's `world` by compare-and-set, and try again if another writer was faster. The
+coordinator does the rest: a member leaves by a planned change as soon as the other nodes are enough.
 
-*forget* deletes what an ended job has left in its etcd, so that its name begins anew. Only a job without live nodes is
-forgotten: to delete the world of one that runs would make it stop and begin anew. A node that joins meanwhile is
-noticed, because it writes the world: the world goes last, and only as it was read.
-
-The store is found by the options of the agents, their file, or the environment; without any of them `drain`, `exclude`
-and `readmit` take that of the job that this user's agents on this machine belong to.
+*forget* deletes the keys of a job without live nodes: to delete the world of one that runs would make it stop and begin
+anew. A node that joins meanwhile is noticed, because it writes the world: that goes last, and only as it was read.
 """
 
 from __future__ import annotations
@@ -23,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.errors import RecordInvalid, StoreUnavailable
@@ -46,7 +41,7 @@ from ..configuration.load import ENV_PREFIX, Settings
 from ..configuration.parse import Option, Parser, duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..workers.processes.run_files import run_directory_parents, stores_here
-from .command import store_command, world_of
+from .command import opened, run_command, world_of
 
 LOOK_S = 0.2
 """How often a command that waits reads the store."""
@@ -61,26 +56,23 @@ _DRAIN = f"""\
 usage: elastic-agent drain NODE
        elastic-agent drain NODE {_STORE}
 
-Lets a node leave its job. The workers of all nodes end after the same step and the next generation begins there,
-without this node: no step is lost. It may come back: start its agent again. On the node itself, SIGTERM to the agent
-does the same.
+Lets a node leave its job: all workers end after the same step, and the others go on from there without it. SIGTERM to
+its agent does the same. It may come back: start its agent again.
 """
 
 _EXCLUDE = f"""\
 usage: elastic-agent exclude NODE [--reason TEXT]
        elastic-agent exclude NODE {_STORE}
 
-Leaves a node out of all worlds of its job until elastic-agent readmit NODE. If it trains, the workers of all nodes end
-after the same step and the next generation begins there, without it: no step is lost. Its agent stays. A node whose
-agent is away, or that the job does not know, is left out when it comes.
+Leaves a node out of its job until elastic-agent readmit NODE, without a lost step. Its agent stays. A node whose agent
+is away, or that the job does not know, is left out when it comes.
 """
 
 _READMIT = f"""\
 usage: elastic-agent readmit NODE
        elastic-agent readmit NODE {_STORE}
 
-Ends the exclusion of a node, also one that the job itself has decided: at once, without a cool-down or a check. The job
-takes the node in by a planned change, if there is room for it.
+Ends the exclusion of a node, also one that the job itself has decided, at once. The job takes it in if there is room.
 """
 
 _FORGET = """\
@@ -114,33 +106,43 @@ TIMEOUT: Option[float] = Option(
 
 def drain(words: Sequence[str]) -> int:
     """Returns an `ExitCode`, as all of them do."""
-
-    def work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
-        JobStore(store, place.job_id).drain(node, command_line[TIMEOUT].value)
-
-    return store_command("drain", words, _DRAIN, _place_of_node, work, TIMEOUT, subject="NODE")
+    return _of_node(
+        "drain", words, _DRAIN, [TIMEOUT], lambda job, node, given: job.drain(node, given[TIMEOUT].value)
+    )
 
 
 def exclude(words: Sequence[str]) -> int:
-    def work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
-        job = JobStore(store, place.job_id)
-        job.exclude(node, command_line[REASON].value, command_line[TIMEOUT].value)
+    def work(job: JobStore, node: str, given: Settings) -> None:
+        job.exclude(node, given[REASON].value, given[TIMEOUT].value)
 
-    return store_command("exclude", words, _EXCLUDE, _place_of_node, work, REASON, TIMEOUT, subject="NODE")
+    return _of_node("exclude", words, _EXCLUDE, [REASON, TIMEOUT], work)
 
 
 def readmit(words: Sequence[str]) -> int:
-    def work(store: Store, place: RendezvousConfig, node: str, _: Settings) -> None:
-        JobStore(store, place.job_id).readmit(node)
+    return _of_node("readmit", words, _READMIT, [], lambda job, node, _: job.readmit(node))
 
-    return store_command("readmit", words, _READMIT, _place_of_node, work, subject="NODE")
+
+def _of_node(
+    name: str,
+    words: Sequence[str],
+    usage: str,
+    options: Sequence[Option[Any]],
+    work: Callable[[JobStore, str, Settings], None],
+) -> int:
+    def at_job(node: str, command_line: Settings) -> None:
+        place = _place_of_node(node, command_line)
+        with opened(place) as store:
+            work(JobStore(store, place.job_id), node, command_line)
+
+    return run_command(name, words, usage, options, at_job, takes="NODE", of_store=True)
 
 
 def forget(words: Sequence[str]) -> int:
-    def work(store: Store, place: RendezvousConfig, job: str, _: Settings) -> None:
-        JobStore(store, job).forget()
+    def work(job: str, command_line: Settings) -> None:
+        with opened(_place_of_job(job, command_line)) as store:
+            JobStore(store, job).forget()
 
-    return store_command("forget", words, _FORGET, _place_of_job, work, subject="JOB")
+    return run_command("forget", words, _FORGET, [], work, takes="JOB", of_store=True)
 
 
 # --- Where the store is
@@ -151,7 +153,7 @@ def _place_of_node(node: str, command_line: Settings) -> RendezvousConfig:
     them which --rdzv-id names. Raises ConfigError with all problems."""
     if not NAME.fullmatch(node):
         advice = "write its name first, as elastic-agent status shows it"
-        command_line.problems.append(Problem("node", node or None, "the name of a node", advice))
+        command_line.problems.append(Problem("node", node, "the name of a node", advice))
     place = resolve_meeting_place(command_line, os.environ)
     if place is not None:
         return place

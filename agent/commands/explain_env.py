@@ -16,14 +16,14 @@ from pathlib import Path
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, assign_ranks
 from ...worker.wire.environment import NAMES
 from ..checkpoints.folder import describe_folder
-from ..common.exits import ExitCode
 from ..common.variables import USER, Variable, settle
-from ..configuration.config import HELP, Config, ConfigError
-from ..configuration.load import read_argv
+from ..configuration.config import Config
+from ..configuration.load import Settings
 from ..machine.inventory import Machine, prepare
 from ..machine.network import NotReady
 from ..output.log_files import FLIGHT_RECORDS, run_folder
 from ..workers.environment import WorkerPlace, chosen_variables, worker_env
+from .command import run_command
 
 _USAGE = """\
 usage: elastic-agent explain-env [options of a run] SCRIPT [arguments]
@@ -51,15 +51,11 @@ _COLUMN = 60
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    command_line = read_argv(words)
-    if HELP in command_line:
-        print(_USAGE, end="")
-        return ExitCode.SUCCESS
-    try:
-        resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
-    except ConfigError as error:
-        print(f"elastic-agent explain-env: {error}", file=sys.stderr)
-        return error.code
+    return run_command("explain-env", words, _USAGE, (), _show)
+
+
+def _show(_: str, command_line: Settings) -> None:
+    resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
     for warning in resolved.warnings:
         print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
     if isinstance(machine.network, NotReady):
@@ -67,7 +63,6 @@ def main(words: Sequence[str]) -> int:
     for each in explain(resolved.config, machine, dict(os.environ)):
         assignment = _printable(f"{each.name}={each.value}")
         print(f"{assignment:<{_COLUMN}}  # {each.by}: {_printable(each.reason)}")
-    return ExitCode.SUCCESS
 
 
 def explain(config: Config, machine: Machine, environ: Mapping[str, str]) -> list[Variable]:

@@ -23,7 +23,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ...rendezvous.text import counted
 from ..common.exits import CannotDo, ExitCode
@@ -31,7 +30,8 @@ from ..configuration.load import Settings
 from ..configuration.parse import Group
 from ..observability.training_account import BEGUN, PHASES, Activity
 from ..output.journal import JobEvent, Kind
-from .runs import command_of_run, journals_in
+from .command import columns, run_command
+from .runs import WHAT_RUN, WHERE, folder_of_run, journals_in
 from .status import span
 
 SAVING, RUNNING, ABSENT = "saving", "running", "absent"
@@ -284,8 +284,8 @@ def lines(report: Report) -> Iterator[str]:
     yield from _hours(report)
     if report.troubles:
         yield ""
-        rows = [(cause, node or "-", times) for (cause, node), times in report.troubles.items()]
-        yield from _table(("WHAT HAPPENED", "NODE", "TIMES"), rows)
+        rows = [(cause, node or "-", str(times)) for (cause, node), times in report.troubles.items()]
+        yield from columns([("WHAT HAPPENED", "NODE", "TIMES"), *rows])
     if report.recoveries:
         yield ""
         yield from _slowest(report)
@@ -320,16 +320,9 @@ def _slowest(report: Report) -> Iterator[str]:
         )
         for one in report.recoveries
     ]
-    yield from _table(heads, rows)
+    yield from columns([heads, *rows])
     if report.ettr is None:
         yield "  the seconds are those until the scripts had begun again: no steps were reported"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    texts = [heads, *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 SCHEMA = 3
@@ -362,13 +355,11 @@ def document(report: Report) -> dict[str, object]:
     }
 
 
-_USAGE = """\
+_USAGE = f"""\
 usage: elastic-agent report [RUN] [--json] [--log-dir DIR]
 
-Shows how a run spent its time, its ETTR, what ended its generations and on which node, and the slowest recoveries. RUN
-is the folder of a run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents
-without one keep their files. Without RUN it is the newest run there.
-The journals of all nodes should be there: copy those that are on other disks into the folder.
+Shows how a run spent its time, its ETTR, and what ended its generations and on which node. The journals of all nodes
+should be there: copy those that are on other disks into the folder. {WHAT_RUN}
 """
 
 REPORT_OPTIONS = Group("report")
@@ -377,11 +368,12 @@ JSON = REPORT_OPTIONS.flag("json", "one JSON document instead of text")
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    return command_of_run("report", words, _USAGE, REPORT_OPTIONS, _show)
+    return run_command("report", words, _USAGE, [*REPORT_OPTIONS, WHERE], _show, takes="[RUN]")
 
 
-def _show(folder: Path, command_line: Settings) -> None:
-    report = report_of(folder.resolve().name, journals_in(folder))
+def _show(run: str, command_line: Settings) -> None:
+    with folder_of_run(run, command_line) as folder:
+        report = report_of(folder.resolve().name, journals_in(folder))
     if report is None:
         reason = (
             "the journals say nothing of how time was spent: the first account is a minute after the start"

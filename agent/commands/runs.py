@@ -12,6 +12,7 @@ what was left out, and why.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import platform
@@ -20,11 +21,11 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ... import __version__
 from ..common.exits import CannotDo, ExitCode
@@ -38,35 +39,29 @@ from .command import run_command
 
 WHERE = replace(LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)")
 
+WHAT_RUN = """\
+RUN is the folder of a run, or the name of a job, for
+its newest run. Without RUN it is the newest of all runs below --log-dir."""
 
-def command_of_run(
-    name: str,
-    words: Sequence[str],
-    usage: str,
-    options: Iterable[Option[Any]],
-    work: Callable[[Path, Settings], None],
-) -> int:
-    """Returns an `ExitCode`. `work` gets the folder of the run that the first word names, or of the newest one, and
-    raises CannotDo, and OSError where it cannot be read."""
 
-    def at_run(run: str, command_line: Settings) -> None:
-        if SCRIPT in command_line:
-            command_line.problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
-        if command_line.problems:
-            raise ConfigError(command_line.problems)
-        log_dir = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
-        try:
-            folder = find_run(run, log_dir or own_logs())
-            if not run:
-                print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
-            work(folder, command_line)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            reason = f"{error.filename or run}: {error.strerror or error}; see --log-dir"
-            raise CannotDo(ExitCode.NOT_FOUND, reason) from None
-
-    return run_command(name, words, usage, options, at_run, others=[WHERE])
+@contextlib.contextmanager
+def folder_of_run(run: str, command_line: Settings) -> Iterator[Path]:
+    """That of the run of this name, or of the newest one. Raises ConfigError and CannotDo, also if it is unreadable."""
+    if SCRIPT in command_line:
+        command_line.problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
+    if command_line.problems:
+        raise ConfigError(command_line.problems)
+    log_dir = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
+    try:
+        folder = find_run(run, log_dir or own_logs())
+        if not run:
+            print(f"elastic-agent: {folder}, the newest run there", file=sys.stderr)
+        yield folder
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = f"{error.filename or run}: {error.strerror or error}; see --log-dir"
+        raise CannotDo(ExitCode.NOT_FOUND, reason) from None
 
 
 def find_run(run: str, directory: Path) -> Path:
@@ -94,12 +89,10 @@ def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
 
 # --- events
 
-_EVENTS_USAGE = """\
+_EVENTS_USAGE = f"""\
 usage: elastic-agent events [RUN] [--json] [--log-dir DIR]
 
-Shows the events of a run: worlds and their causes, failures, recoveries, loads, excluded nodes. RUN is the folder of a
-run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents without one keep their
-files. Without RUN it is the newest run there. The journals of all nodes are shown that are there.
+Shows the events of a run, of all nodes whose journals are there. {WHAT_RUN}
 """
 
 EVENTS_OPTIONS = Group("events")
@@ -107,12 +100,14 @@ JSON = EVENTS_OPTIONS.flag("json", "one JSON object a line, as in the files")
 
 
 def events(words: Sequence[str]) -> int:
-    return command_of_run("events", words, _EVENTS_USAGE, EVENTS_OPTIONS, _show_events)
+    return run_command("events", words, _EVENTS_USAGE, [*EVENTS_OPTIONS, WHERE], _show_events, takes="[RUN]")
 
 
-def _show_events(folder: Path, command_line: Settings) -> None:
-    # Those of one node and instant stay as it wrote them.
-    for event in sorted(chain.from_iterable(journals_in(folder)), key=lambda event: event.at):
+def _show_events(run: str, command_line: Settings) -> None:
+    with folder_of_run(run, command_line) as folder:
+        # Those of one node and instant stay as it wrote them.
+        found = sorted(chain.from_iterable(journals_in(folder)), key=lambda event: event.at)
+    for event in found:
         if command_line[JSON].value:
             print(EVENT.encode(event))
         elif event.kind is not Kind.ACCOUNTING:  # for other programs
@@ -132,13 +127,11 @@ def event_in_words(event: JobEvent) -> str:
 
 # --- diagnose
 
-_DIAGNOSE_USAGE = """\
+_DIAGNOSE_USAGE = f"""\
 usage: elastic-agent diagnose [RUN] [--output FILE.tar.gz] [--log-dir DIR]
 
 Writes logs, evidence, journals and settings of a run into one archive, with everything masked that looks like a secret.
-RUN is the folder of a run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents
-without one keep their files. Without RUN it is the newest run there. Files on the disks of other nodes are not
-included: copy them into the folder first.
+Copy files from the disks of other nodes into the folder first. {WHAT_RUN}
 """
 
 DIAGNOSE_OPTIONS = Group("diagnose")
@@ -155,11 +148,12 @@ _TEXTS = re.compile(r".*\.(log|txt|toml)|events-.+\.jsonl(\.1)?")
 
 
 def diagnose(words: Sequence[str]) -> int:
-    return command_of_run("diagnose", words, _DIAGNOSE_USAGE, DIAGNOSE_OPTIONS, _pack)
+    return run_command("diagnose", words, _DIAGNOSE_USAGE, [*DIAGNOSE_OPTIONS, WHERE], _pack, takes="[RUN]")
 
 
-def _pack(folder: Path, command_line: Settings) -> None:
-    folder = folder.resolve()
+def _pack(run: str, command_line: Settings) -> None:
+    with folder_of_run(run, command_line) as found:
+        folder = found.resolve()
     target = command_line[OUTPUT].value or Path(f"{folder.name}.tar.gz")
     try:
         file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

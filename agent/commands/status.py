@@ -23,7 +23,7 @@ from typing import Any
 from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME, counted
 from ..common.exits import CannotDo, ExitCode
-from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
+from ..configuration.config import CONFIG_FILE, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import Settings
 from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
@@ -36,7 +36,7 @@ from ..configuration.rendezvous import (
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
-from .command import STORE_OPTIONS, pause, printable, run_command
+from .command import columns, pause, printable, run_command
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
@@ -84,8 +84,7 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    others = (HELP, CONFIG_FILE)
-    return run_command("status", words, _USAGE, STATUS_OPTIONS, _work, others=others, note=STORE_OPTIONS)
+    return run_command("status", words, _USAGE, STATUS_OPTIONS, _work, takes="[JOB]", of_store=True)
 
 
 def _work(job: str, command_line: Settings) -> int:
@@ -270,11 +269,7 @@ def _restarts(restarts: RestartReport) -> str:
 
 
 def _table(nodes: Iterable[NodeReport]) -> list[str]:
-    rows = [list(_TITLES), *([printable(cell) for cell in _cells(node)] for node in nodes)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return [*columns([_TITLES, *([printable(cell) for cell in _cells(node)] for node in nodes)])]
 
 
 def _cells(node: NodeReport) -> tuple[str, ...]:

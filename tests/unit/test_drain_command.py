@@ -180,8 +180,8 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "the name of a node"),
-        (["--rdzv-endpoint=127.0.0.1:1"], "the name of a node"),
+        ([], "expected NODE; write elastic-agent drain NODE"),
+        (["--rdzv-endpoint=127.0.0.1:1"], "expected NODE"),
         (["no name!"], "the name of a node"),
         (["b"], "the address of the job's store"),
         (["b", "--timeout=soon"], "timeout"),

@@ -224,4 +224,4 @@ def test_a_reason_is_a_short_text(text: str) -> None:
 
 def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert control.exclude(["--rdzv-endpoint", "etcd://nowhere:1"]) == ExitCode.BAD_CONFIG
-    assert "the name of a node" in capsys.readouterr().err
+    assert "expected NODE" in capsys.readouterr().err

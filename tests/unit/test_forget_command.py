@@ -92,7 +92,7 @@ ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "the name of a job"),
+        ([], "expected JOB"),
         (["no name!", ETCD], "the name of a job"),
         (["job"], "the etcd that the job's nodes met in"),
         (["job", "--rdzv-endpoint=host:1"], "the etcd that the job's nodes met in"),

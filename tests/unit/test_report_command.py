@@ -84,7 +84,7 @@ def test_a_job_stands_for_its_newest_run(
     assert main([]) == ExitCode.SUCCESS
     shown, said = capsys.readouterr()
     assert shown.startswith("run jobs-1:")
-    assert said == f"elastic-agent report: {tmp_path}/jobs-1, the newest run there\n"
+    assert said == f"elastic-agent: {tmp_path}/jobs-1, the newest run there\n"
 
 
 def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> None:
