@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
+from elastic_agent.agent.checkpoints.processes import DiskWriter
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted

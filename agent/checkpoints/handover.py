@@ -83,13 +83,10 @@ class OutOfTime(Exception):
 class Left:
     """A copy that no other node has taken, and why."""
 
-    folder: SlotFolder
-    header: Header
+    copy: FoundCopy
     reason: str
     taker: bool
     """Some node goes on that could have taken it, as far as is known."""
-    known: bool = True
-    """False: the job's nodes are not known, and another one may have it."""
 
 
 class Handover:
@@ -160,10 +157,12 @@ class Handover:
         try:
             seen = self._others(world, copies, kept=kept)
         except (StoreError, RecordInvalid, OutOfTime) as error:
-            if before is None:
-                return _not_known(copies, str(error), kept=kept)
             folders = {copy.folder for copy in copies}
-            return [left for left in before if left.folder in folders]
+            if before is not None:
+                return [left for left in before if left.copy.folder in folders]
+            # A replica's own node hands over the same, or has it.
+            own = [copy for copy in copies if not copy.folder.origin]
+            return [Left(task.copy, str(error), True) for task in tasks(own, {}, Others(()), kept=kept)]
         todo = tasks(copies, self._acked(copies, world.generation), seen, kept=kept)
         reasons = [(task, self._bring(task)) for task in todo]
         if self._sent_bytes > sent_before:
@@ -175,7 +174,7 @@ class Handover:
                 self._clock() - began,
             )
         return [
-            Left(task.copy.folder, task.copy.header, reason, bool(task.takers))
+            Left(task.copy, reason, bool(task.takers))
             for task, reason in reasons
             if reason and not self._was_brought(task)
         ]
@@ -294,22 +293,21 @@ class Handover:
         paths = {
             SlotFolder.of(order.directory).directory: order.directory for order in kept_orders(self._memory)
         }
-        by_version: dict[tuple[str, tuple[int, int], bool], list[Left]] = {}
+        shards: dict[tuple[str, tuple[int, int]], list[Left]] = {}
         for left in self._left or ():
-            sharded = left.header.shards is not None
-            if left.taker or sharded:
-                by_version.setdefault((left.folder.directory, left.header.version, sharded), []).append(left)
-        for (directory, _, sharded), lost in by_version.items():
+            if left.copy.header.shards is not None:
+                shards.setdefault((left.copy.folder.directory, left.copy.header.version), []).append(left)
+            elif left.taker:
+                _log_not_taken(left)
+        for (directory, _), lost in shards.items():
             path = paths.get(directory, "")
-            if not sharded:
-                _log_not_taken(lost[0])
-            elif not (path and _on_disk(path, lost[0].header)):
+            if not (path and _on_disk(path, lost[0].copy.header)):
                 _log_lost(lost, path)
 
 
 def _log_not_taken(left: Left) -> None:
     """A state that is the same on all ranks."""
-    generation, step = left.header.version
+    generation, step = left.copy.header.version
     log.warning(
         "the state after step %d of generation %d was handed over to no other node: %s. Nodes that go on begin with it "
         "where they have it, or find it in the checkpoint directory",
@@ -319,21 +317,14 @@ def _log_not_taken(left: Left) -> None:
 
 def _log_lost(lost: Sequence[Left], path: str) -> None:
     """Shards of one version that are not on disk, as far as can be seen here."""
-    generation, step = lost[0].header.version
-    ranks = sorted({left.header.shards.rank for left in lost if left.header.shards is not None})
-    shards = f"the shards of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    where = path and f" {path}"
-    if not lost[0].known:
-        log.error(
-            "it is not known whether a node that goes on has %s after step %d of generation %d: %s. If none has, the "
-            "others begin with an older step, or with what they find in the checkpoint directory%s",
-            shards, step, generation, lost[0].reason, where,
-        )  # fmt: skip
-        return
+    generation, step = lost[0].copy.header.version
+    headers = [left.copy.header for left in lost]
+    ranks = sorted({header.shards.rank for header in headers if header.shards is not None})
     log.error(
-        "%s after step %d of generation %d are only in the memory of this node and are lost with it: %s. Nodes "
-        "that go on begin with an older step, or with what they find in the checkpoint directory%s",
-        shards, step, generation, lost[0].reason, where,
+        "the shards of rank%s %s after step %d of generation %d are only in the memory of this node, as far as it "
+        "knows, and are lost with it: %s. Nodes that go on begin with an older step, or with what they find in the "
+        "checkpoint directory%s",
+        "s" * (len(ranks) > 1), ", ".join(map(str, ranks)), step, generation, lost[0].reason, path and f" {path}",
     )  # fmt: skip
 
 
@@ -343,15 +334,6 @@ def _key(copy: FoundCopy) -> Key:
 
 def _oldest_first(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.create_revision)
-
-
-def _not_known(copies: Sequence[FoundCopy], reason: str, *, kept: bool) -> tuple[Left, ...]:
-    """What would go to another node if there was one. A replica's own node hands over the same, or has it."""
-    own = [copy for copy in copies if not copy.folder.origin]
-    return tuple(
-        Left(task.copy.folder, task.copy.header, reason, True, known=False)
-        for task in tasks(own, {}, Others(()), kept=kept)
-    )
 
 
 def _complete(memory: str, directory: str) -> None:

@@ -2,8 +2,7 @@
 
 Of a rank's shards it is a replica, which has two slots, like any state: the one that was acknowledged stays whole while
 the next one comes. A state that is the same on all ranks, which a node that leaves hands over, comes into the slots of
-this node's own workers, where the next ones find it. A copy that has come in part waits for its rest: where the
-connection broke, the next one goes on after the last whole piece.
+this node's own workers, where the next ones find it. Where the connection breaks, what has come of a copy is lost.
 
 Invariant: a replica is sealed, and acknowledged, after all its bytes are here and match the checksums of the sender's
 header; where that has none, those that the sender has computed while it sent.
@@ -30,15 +29,14 @@ from ...worker.storage.replication.messages import (
     PUSHED,
     AbandonNewer,
     Acknowledged,
-    Continue,
     Have,
     Piece,
     Push,
     Refused,
     Replicate,
+    Send,
     Sent,
     Settled,
-    Superseded,
 )
 from ...worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
 from .copies import headers_in
@@ -48,27 +46,12 @@ TAKE_OVER_S = 5.0
 
 MOST_CHARS = 500
 
+Sums = tuple[int, ...]
+"""Checksums of pieces."""
+
 
 class Overtaken(ConnectionError):
     """Another connection brings this replica now."""
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A copy of which some pieces are here."""
-
-    header: Header
-    slots: Slots
-    opened: OpenSlot
-    mapping: mmap.mmap
-    sums: list[int] = field(default_factory=list)
-    """Of the pieces that are here."""
-
-    def close(self) -> None:
-        """What has come is lost."""
-        self.mapping.close()
-        self.opened.close()
-        self.slots.close()
 
 
 @dataclass(slots=True)
@@ -77,7 +60,8 @@ class _Replica:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: Link | None = None
-    incoming: _Incoming | None = None
+    incoming: Version | None = None
+    """Of the copy that is on its way here."""
 
 
 class Receiver:
@@ -111,10 +95,7 @@ class Receiver:
                 continue  # it is being brought
             try:
                 versions = [header.version for header in headers_in(self._memory, folder).values()]
-                if replica.incoming is not None:
-                    versions.append(replica.incoming.header.version)
                 if is_superfluous(versions, settled):
-                    self._give_up(replica)
                     shutil.rmtree(os.path.join(self._memory, folder.name), ignore_errors=True)
             finally:
                 replica.lock.release()
@@ -123,18 +104,19 @@ class Receiver:
         newest = order.generation, order.step
         self._drop(order.directory, lambda version: version > newest)
 
-    def _drop(self, directory: str, unwanted: Callable[[tuple[int, int]], bool]) -> None:
+    def _drop(self, directory: str, unwanted: Callable[[Version], bool]) -> None:
         for folder in self._replica_folders(directory):
             incoming = self._replica(folder).incoming
             versions = [header.version for header in headers_in(self._memory, folder).values()]
-            versions += [incoming.header.version] if incoming is not None else []
+            versions += [incoming] if incoming is not None else []
             if not any(map(unwanted, versions)):
                 continue  # a push of it is not disturbed
-            with contextlib.suppress(Overtaken, FileNotFoundError), self._taken(folder) as replica:
-                if replica.incoming is not None and unwanted(replica.incoming.header.version):
-                    self._give_up(replica)
-                with contextlib.closing(Slots(self._memory, folder, create=False)) as slots:
-                    slots.drop(unwanted)
+            with (
+                contextlib.suppress(Overtaken, FileNotFoundError),
+                self._taken(folder),
+                contextlib.closing(Slots(self._memory, folder, create=False)) as slots,
+            ):
+                slots.drop(unwanted)
 
     def _replica_folders(self, directory: str) -> list[SlotFolder]:
         found = all_folders_of(self._memory, SlotFolder.of(directory).directory)
@@ -175,55 +157,25 @@ class Receiver:
         if self._is_here(folder, header):
             link.send(Have())
             return
+        replica.incoming = header.version
         try:
-            incoming = self._begin(folder, replica, header)
+            with self._slot_for(folder, header) as (slots, opened):
+                link.send(Send())
+                sums = _pieces(link, opened, header)
+                if sums is None:
+                    return
+                if self._is_abandoned(header, folder.directory):
+                    link.send(_abandoned(header))
+                    return
+                slots.put_header(opened.name, replace(header, sums=sums))
+            self._received()
+            link.send(Acknowledged())
         except NoRoom as error:
             link.send(Refused("no_room", str(error)[:MOST_CHARS]))
-            return
         except SlotsBusy as error:
             link.send(Refused("busy", str(error)[:MOST_CHARS]))
-            return
-        link.send(Continue(len(incoming.sums)))
-        while isinstance(message := link.receive(PUSHED), Piece):
-            self._take_piece(link, incoming, message)
-        if isinstance(message, Superseded):
-            self._give_up(replica)
-        else:
-            self._finish(link, folder, replica, incoming, message)
-
-    def _take_piece(self, link: Link, incoming: _Incoming, piece: Piece) -> None:
-        """Raises OSError."""
-        header, index = incoming.header, len(incoming.sums)
-        begin = index * PIECE_BYTES
-        if piece.index != index or begin >= header.size:
-            raise Damaged(f"piece {piece.index} came, {index} was to come")
-        with (
-            memoryview(incoming.mapping) as view,
-            view[begin : min(begin + PIECE_BYTES, header.size)] as room,
-        ):
-            found = link.receive_payload(room)
-        incoming.sums.append(found)
-
-    def _finish(
-        self, link: Link, folder: SlotFolder, replica: _Replica, incoming: _Incoming, sent: Sent
-    ) -> None:
-        """Raises OSError."""
-        header, found = incoming.header, tuple(incoming.sums)
-        whole = len(found) == -(-header.size // PIECE_BYTES)
-        if not whole or found != sent.sums or (header.sums and header.sums != found):
-            self._give_up(replica)
-            link.send(Refused("damaged", f"version {header.version} does not match its checksums"))
-            return
-        if self._is_abandoned(incoming.header, folder.directory):
-            self._give_up(replica)
-            link.send(_abandoned(header))
-            return
-        incoming.slots.seal(incoming.opened, replace(header, sums=found))
-        replica.incoming = None
-        incoming.mapping.close()
-        incoming.slots.close()
-        self._received()
-        link.send(Acknowledged())
+        finally:
+            replica.incoming = None
 
     def _is_abandoned(self, header: Header, directory: str) -> bool:
         order = self._orders.get(directory)
@@ -242,39 +194,20 @@ class Receiver:
             for found in headers_in(self._memory, folder).values()
         )
 
-    def _begin(self, folder: SlotFolder, replica: _Replica, header: Header) -> _Incoming:
-        """What is here of it already, or a new slot. Raises NoRoom, SlotsBusy."""
-        incoming = replica.incoming
-        if incoming is not None:
-            known = incoming.header.sums or header.sums
-            if incoming.header.is_same_copy(header) and incoming.sums == list(known[: len(incoming.sums)]):
-                incoming.header = replace(header, sums=known)
-                return incoming
-            if incoming.header.is_same_copy(header) and not known:
-                return incoming
-            self._give_up(replica)
-        try:
-            slots = Slots(self._memory, folder)
-        except OSError as error:
-            raise NoRoom(f"no memory for a replica: {error}") from error
-        try:
-            with self._room:
-                self._check_room(slots, header.size)
-                opened = slots.begin(header.size, protected=header.shards.keep if header.shards else None)
+    @contextlib.contextmanager
+    def _slot_for(self, folder: SlotFolder, header: Header) -> Iterator[tuple[Slots, OpenSlot]]:
+        """A new one, which is lost unless it is sealed. Raises NoRoom, SlotsBusy."""
+        with contextlib.ExitStack() as stack:
             try:
+                slots = stack.enter_context(contextlib.closing(Slots(self._memory, folder)))
+                with self._room:
+                    self._check_room(slots, header.size)
+                    opened = slots.begin(header.size, protected=header.shards.keep if header.shards else None)
+                stack.callback(opened.close)
                 opened.trim()
-                mapping = mmap.mmap(opened.fd, header.size)
-            except BaseException:
-                opened.close()
-                raise
-        except (OSError, ValueError) as error:
-            slots.close()
-            raise NoRoom(f"no memory for a replica of {header.size} bytes: {error}") from error
-        except BaseException:
-            slots.close()
-            raise
-        replica.incoming = _Incoming(header, slots, opened, mapping)
-        return replica.incoming
+            except (OSError, ValueError) as error:
+                raise NoRoom(f"no memory for a replica of {header.size} bytes: {error}") from error
+            yield slots, opened
 
     def _check_room(self, slots: Slots, size: int) -> None:
         """Raises NoRoom."""
@@ -298,12 +231,6 @@ class Receiver:
         with self._lock:
             return self._replicas.setdefault(folder.name, _Replica())
 
-    @staticmethod
-    def _give_up(replica: _Replica) -> None:
-        incoming, replica.incoming = replica.incoming, None
-        if incoming is not None:
-            incoming.close()
-
     @contextlib.contextmanager
     def _taken(self, folder: SlotFolder, link: Link | None = None) -> Iterator[_Replica]:
         """Alone; a connection that brings this replica is ended. Raises Overtaken when it does not end."""
@@ -320,6 +247,29 @@ class Receiver:
         finally:
             replica.link = None
             replica.lock.release()
+
+
+def _pieces(link: Link, opened: OpenSlot, header: Header) -> Sums | None:
+    """Take all pieces of the copy into the slot; their checksums. None: the rest does not come, or was refused.
+
+    Raises OSError.
+    """
+    sums: list[int] = []
+    with mmap.mmap(opened.fd, header.size) as mapping, memoryview(mapping) as view:
+        while isinstance(message := link.receive(PUSHED), Piece):
+            begin = len(sums) * PIECE_BYTES
+            if message.index != len(sums) or begin >= header.size:
+                raise Damaged(f"piece {message.index} came, {len(sums)} was to come")
+            with view[begin : min(begin + PIECE_BYTES, header.size)] as room:
+                sums.append(link.receive_payload(room))
+    if not isinstance(message, Sent):
+        return None
+    found = tuple(sums)
+    whole = len(found) == -(-header.size // PIECE_BYTES)
+    if not whole or found != message.sums or (header.sums and header.sums != found):
+        link.send(Refused("damaged", f"version {header.version} does not match its checksums"))
+        return None
+    return found
 
 
 def _is_abandoned(version: Version, order: Replicate) -> bool:

@@ -2,7 +2,7 @@
 
 One thread for each partner: it waits until a copy is sealed that the partner does not have, newest first, and sends it
 piece by piece. Before each piece it looks whether a newer copy was sealed, and gives up the older one for that. Where
-the connection breaks it makes another, and the partner says which pieces it has.
+the connection breaks it makes another, and begins anew.
 
 A partner that does not take copies for `UNREACHABLE_AFTER_S` is *unreachable* until it does: the acks beside the slots
 say so, and workers do not wait for it any more. One that has no room, or has gone on without the copy, is so at once:
@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...rendezvous.node.transactions import RetryPolicy
 from ...threads import Thread
@@ -44,6 +44,7 @@ from ...worker.storage.replication.messages import (
     Superseded,
 )
 from ...worker.storage.replication.replica_rules import is_abandoned
+from ...worker.wire.messages import ReplicationReport
 from .copies import MOST_ORDERS, CopyReader, copies_of
 
 SILENCE_S = 10.0
@@ -58,27 +59,13 @@ Key = tuple[str, str]
 """Folder and slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What was replicated of the newest order, for the agent's metrics."""
-
-    generation: int
-    step: int
-    """The newest that all partners have of all workers here."""
-    lag_s: float
-    """From the seal of its last copy here to that instant."""
-    sent_bytes: int
-    """By this process."""
-    unreachable: tuple[str, ...]
-
-
 class Replicator:
     """All orders that this node's workers have given. For any thread."""
 
     def __init__(
-        self, memory: str, node: str, report: Callable[[Progress], None], rng: random.Random
+        self, memory: str, node: str, report: Callable[[ReplicationReport], None], rng: random.Random
     ) -> None:
-        """`node` is this one's name."""
+        """`node` is this one's name; `report` gets what was sent since the start, and knows by itself what is held."""
         self.memory = memory
         self.node = node
         self.rng = rng
@@ -110,7 +97,7 @@ class _Order:
     """One checkpoint directory's."""
 
     def __init__(
-        self, of: Replicator, digest: str, order: Replicate, report: Callable[[Progress], None]
+        self, of: Replicator, digest: str, order: Replicate, report: Callable[[ReplicationReport], None]
     ) -> None:
         self._of = of
         self._digest = digest
@@ -127,8 +114,6 @@ class _Order:
         self._failing_since: dict[str, float] = {}
         """By partner, monotonic."""
         self._unreachable: set[str] = set()
-        self._sums: dict[tuple[SlotFolder, tuple[int, int]], dict[int, int]] = {}
-        """Of pieces that were read, by their number; for copies that had no checksums when they were sealed."""
         self._reported: tuple[tuple[int, int], tuple[str, ...]] = (order.generation, 0), ()
         """The newest version that all partners have, and who was given up."""
 
@@ -166,8 +151,6 @@ class _Order:
                 if self._seen_at.get(key, ((-1, -1), 0.0))[0] != copy.header.version:
                     self._seen_at[key] = copy.header.version, now
                     self._write(copy, self._known(copy))
-            versions = {(copy.folder, copy.header.version) for copy in found.values()}
-            self._sums = {key: sums for key, sums in self._sums.items() if key in versions}
             self._changed.notify_all()
 
     def _known(self, copy: FoundCopy) -> tuple[str, ...]:
@@ -251,16 +234,9 @@ class _Order:
         def sent(count: int) -> None:
             self._of.sent_bytes += count
 
-        key = copy.folder, copy.header.version
-        with self._changed:
-            sums = dict(self._sums.get(key, {}))  # other threads bring the same copy to other partners
-        sender = Sender(self._of.node, sent=sent, superseded=superseded, sums=sums)
-        try:
-            with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
-                return sender.push(link, reader)
-        finally:
-            with self._changed:
-                self._sums[key] = sums
+        sender = Sender(self._of.node, sent=sent, superseded=superseded)
+        with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
+            return sender.push(link, reader)
 
     def _is_superseded(self, copy: FoundCopy) -> bool:
         with self._changed:
@@ -334,7 +310,7 @@ class _Order:
             seen = [self._seen_at[copy.folder.name, copy.slot][1] for copy in newest]
             lag_s = time.monotonic() - max(seen)
         self._reported = version, unreachable
-        self._report(Progress(*version, lag_s, self._of.sent_bytes, unreachable))
+        self._report(ReplicationReport(*version, lag_s, self._of.sent_bytes, 0, unreachable))
 
 
 def _say(text: str) -> None:
@@ -356,7 +332,7 @@ class RefusedCopy(Exception):
         self.lasts = refusal.why in LASTING
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Sender:
     """`node` is the one whose copies are sent. `pause` is called before so many bytes go, `sent` after."""
 
@@ -365,51 +341,37 @@ class Sender:
     sent: Callable[[int], None] = lambda count: None
     superseded: Callable[[], bool] = lambda: False
     """There is a newer copy, which makes this one useless. Looked at before each piece."""
-    sums: dict[int, int] = field(default_factory=dict)
-    """Of pieces that were read, by their number: of one copy, also over several connections."""
 
     def push(self, link: Link, reader: CopyReader) -> bool:
         """Whether the other node has acknowledged it; False: superseded.
 
         Raises OSError, CopyGone, RefusedCopy, and what `pause` and `superseded` raise.
         """
-        header, sums = reader.header, self.sums
-        count = -(-header.size // PIECE_BYTES)
+        header, sums = reader.header, list[int]()
+        link.send(Push(self.node, reader.folder, header))
+        answer = link.receive(PUSH_ANSWERS)
+        if isinstance(answer, Have):
+            return True
+        if isinstance(answer, Refused):
+            raise RefusedCopy(answer)
         with memoryview(bytearray(min(PIECE_BYTES, header.size))) as buffer:
-
-            def read(index: int) -> memoryview:
-                begin = index * PIECE_BYTES
-                piece = buffer[: min(PIECE_BYTES, header.size - begin)]
-                reader.read(begin, piece)
-                sums[index] = zlib.crc32(piece)
-                return piece
-
-            link.send(Push(self.node, reader.folder, header))
-            answer = link.receive(PUSH_ANSWERS)
-            if isinstance(answer, Have):
-                return True
-            if isinstance(answer, Refused):
-                raise RefusedCopy(answer)
-            try:
-                for index in range(answer.piece):
-                    if index not in sums:
-                        read(index).release()
-                for index in range(answer.piece, count):
-                    if self.superseded():
+            for begin in range(0, header.size, PIECE_BYTES):
+                if self.superseded():
+                    link.send(Superseded())
+                    return False
+                with buffer[: min(PIECE_BYTES, header.size - begin)] as piece:
+                    try:
+                        reader.read(begin, piece)
+                    except CopyGone:
                         link.send(Superseded())
-                        return False
-                    with read(index) as piece:
-                        link.send(Piece(index), piece, sums[index], self.pause)
-                        self.sent(len(piece))
-            except CopyGone:
-                link.send(Superseded())
-                raise
-            whole = tuple(sums[index] for index in range(count))
-            link.send(Sent(whole))
-            end = link.receive(PUSH_ENDS)
-            if not isinstance(end, Acknowledged):
-                sums.clear()
-                raise RefusedCopy(end)
-            with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
-                reader.add_sums(whole)
+                        raise
+                    sums.append(zlib.crc32(piece))
+                    link.send(Piece(len(sums) - 1), piece, sums[-1], self.pause)
+                    self.sent(len(piece))
+        link.send(Sent(tuple(sums)))
+        end = link.receive(PUSH_ENDS)
+        if not isinstance(end, Acknowledged):
+            raise RefusedCopy(end)
+        with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
+            reader.add_sums(tuple(sums))
         return True

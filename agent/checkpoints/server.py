@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...codec import Invalid
@@ -62,7 +62,7 @@ from ...worker.wire.messages import encode as encode_report
 from ..common.events import IoThread
 from .copies import CopyReader, Seals, VerifiedPieces, copies_of, keep, kept_orders
 from .receiver import Receiver
-from .replicator import Progress, Replicator
+from .replicator import Replicator
 
 AT_ONCE = 32
 """Requests that are answered at the same time, copies that are taken included."""
@@ -101,7 +101,7 @@ class Server:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="answer")
         self._report = report
         self._reporting = threading.Lock()
-        self._progress = Progress(0, 0, 0.0, 0, ())
+        self._progress = ReplicationReport(0, 0, 0.0, 0, 0, ())
         self._reported_bytes = 0
         self._verified = VerifiedPieces()
         self.receiver = Receiver(memory, limit, self._received)
@@ -168,7 +168,7 @@ class Server:
 
     # ---------------------------------------------------------------- reports
 
-    def _replicated(self, progress: Progress) -> None:
+    def _replicated(self, progress: ReplicationReport) -> None:
         with self._reporting:
             self._progress = progress
         self._received()
@@ -179,12 +179,7 @@ class Server:
             found = self._progress
             new_bytes = found.sent_bytes - self._reported_bytes
             self._reported_bytes = found.sent_bytes
-            held = self.receiver.held_bytes()
-            self._report(
-                ReplicationReport(
-                    found.generation, found.step, found.lag_s, new_bytes, held, found.unreachable
-                )
-            )
+            self._report(replace(found, sent_bytes=new_bytes, held_bytes=self.receiver.held_bytes()))
 
     # ---------------------------------------------------------------- orders
 

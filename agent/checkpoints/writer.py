@@ -26,7 +26,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...codec import Invalid
 from ...rendezvous.node.transactions import RETRY
@@ -92,8 +92,8 @@ class _Writer:
     def __init__(self, agent: str, reports: str) -> None:
         self._questions = agent
         self._reports = reports
-        self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
-        self._commits: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._commits: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._committed = threading.Event()
         """All commits that were ordered have come to an end, and no other is to come."""
         self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
@@ -118,7 +118,7 @@ class _Writer:
                 self._orders.put(None)
                 self._commits.put(None)
                 return
-            task = _Task(order, _content(files) if isinstance(order, CommitOrder) else b"")
+            metadata = _content(files) if isinstance(order, CommitOrder) else b""
         except (OSError, Invalid) as error:
             with contextlib.suppress(OSError):  # the agent's console stands still
                 print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
@@ -127,13 +127,11 @@ class _Writer:
         finally:
             for descriptor in files:
                 os.close(descriptor)
+        is_commit = isinstance(order, CommitOrder)
+        task = _Task(order, metadata, connection, None if isinstance(order, CommitOrder) else _hold(order))
         with self._lock:
             self._unsaved[_key(order)] = task, UnsavedStep(order.step, order.directory, rank=_key(order)[1])
-        at = time.monotonic()
-        if isinstance(order, CommitOrder):
-            self._commits.put(_Taken(task, connection, None, at))
-        else:
-            self._orders.put(_Taken(task, connection, _hold(order), at))
+        (self._commits if is_commit else self._orders).put(task)
 
     def work(self) -> None:
         self._carry_out_all(self._orders)
@@ -150,21 +148,20 @@ class _Writer:
         self._carry_out_all(self._commits)
         self._committed.set()
 
-    def _carry_out_all(self, orders: queue.SimpleQueue[_Taken | None]) -> None:
+    def _carry_out_all(self, orders: queue.SimpleQueue[_Task | None]) -> None:
         """Until there are no more."""
-        while (taken := orders.get()) is not None:
-            outcome = self._carry_out(taken)
-            self._report(taken.task.order, outcome, time.monotonic() - taken.at)
-            try:
-                send(taken.connection, outcome, ORDER_S)
-            except OSError:
-                pass  # the rank that gave the order has ended
-            taken.connection.close()
+        while (task := orders.get()) is not None:
+            outcome = self._carry_out(task)
+            self._report(task.order, outcome, time.monotonic() - task.at)
+            assert task.connection is not None
+            with contextlib.suppress(OSError):  # the rank that gave the order has ended
+                send(task.connection, outcome, ORDER_S)
+            task.connection.close()
 
-    def _carry_out(self, taken: _Taken) -> WriteOutcome:
-        task, order = taken.task, taken.task.order
+    def _carry_out(self, task: _Task) -> WriteOutcome:
+        order = task.order
         try:
-            size = self._write(task, taken.copy, taken.connection)
+            size = self._write(task)
         except _TakenBack as error:
             self._failed(task, error)
             return WriteOutcome(order.step, error=SaveFailed.__name__, reason=str(error))
@@ -192,28 +189,23 @@ class _Writer:
                 self._settled(task)
                 return
             if isinstance(order, CommitOrder):
-                soon = replace(task, order=replace(order, within_s=min(order.within_s, COMMIT_AGAIN_S)))
-                size = self._write(soon, None, None)
+                soon = replace(order, within_s=min(order.within_s, COMMIT_AGAIN_S))
+                size = self._write(replace(task, order=soon, connection=None))
             else:
                 copy = _hold(order)
                 if isinstance(copy, Exception):
                     self._failed(task, None)
                     return
-                size = self._write(task, copy, None)
+                size = self._write(replace(task, copy=copy, connection=None))
         except FAILURES as error:
             self._failed(task, error)
             return
         self._report(order, WriteOutcome(order.step, size), time.monotonic() - at)
         self._settled(task)
 
-    def _write(
-        self,
-        task: _Task,
-        copy: tuple[Slots, HeldSlot] | Exception | None,
-        connection: socket.socket | None,
-    ) -> int:
-        """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
-        order = task.order
+    def _write(self, task: _Task) -> int:
+        """Its size. Raises `FAILURES`."""
+        order, copy, connection = task.order, task.copy, task.connection
         permission = CommitPermission(self._questions, order.generation)
 
         def may_change() -> None:
@@ -307,16 +299,12 @@ class _Task:
 
     order: Order
     metadata: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    task: _Task
-    connection: socket.socket
+    connection: socket.socket | None
+    """To the one who gave it, who may take it back; None: it is tried again."""
     copy: tuple[Slots, HeldSlot] | Exception | None
-    """None: the order names no copy."""
-    at: float
-    """Seconds, monotonic."""
+    """That is to be written, or why it cannot be had; None: the order is for a commit."""
+    at: float = field(default_factory=time.monotonic)
+    """When it came, seconds, monotonic."""
 
 
 def _key(order: Order) -> tuple[str, int | None]:

@@ -24,9 +24,8 @@ from ...rendezvous.store.interface import Store
 from ...threads import listen
 from ...worker.wire.environment import WorkerEnv
 from ...worker.wire.shared_progress import clock
-from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder
-from ..checkpoints.memory_server import MemoryServer
+from ..checkpoints.processes import DiskWriter, MemoryServer
 from ..common.events import Event, IoThread
 from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own

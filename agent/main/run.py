@@ -30,9 +30,8 @@ from ...rendezvous.records import NODES_PREFIX, Endpoint, NodeRecord, PeerStatus
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...worker.wire.shared_progress import clock
-from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import make_folder
-from ..checkpoints.memory_server import MemoryServer, ServerPlace
+from ..checkpoints.processes import DiskWriter, MemoryServer, ServerPlace
 from ..common.events import unless_stopped
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.ports import OfferedPort

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_agent.agent.checkpoints import disk_writer, writer
-from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
+from elastic_agent.agent.checkpoints import processes, writer
+from elastic_agent.agent.checkpoints.processes import DiskWriter
 from elastic_agent.agent.common.events import Event
 from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
@@ -133,7 +133,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     for name in WORKER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(disk_writer, "PAUSE_S", 0.0)
+    monkeypatch.setattr(processes, "PAUSE_S", 0.0)
     monkeypatch.setattr(progress, "_reporter", None)
     monkeypatch.setattr(async_save.atexit, "register", lambda _: None)
     # Each Checkpointer stands for that of a process of its own.
@@ -522,7 +522,7 @@ def test_what_rank_0_has_taken_back_is_not_published(
     with ours, theirs:
         order = WriteOrder(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, (), "run-a")
         copy = Slots(order.memory, order.directory), held
-        taken = writer._Taken(writer._Task(order, b""), theirs, copy, 0.0)
+        task = writer._Task(order, b"", theirs, copy)
         publish = writer.CheckpointFiles.publish
 
         def too_late(*args: Any) -> None:
@@ -530,7 +530,7 @@ def test_what_rank_0_has_taken_back_is_not_published(
             publish(*args)
 
         monkeypatch.setattr(writer.CheckpointFiles, "publish", too_late)
-        outcome = writer._Writer(os.environ["ELASTIC_AGENT_SOCKET"], "")._carry_out(taken)
+        outcome = writer._Writer(os.environ["ELASTIC_AGENT_SOCKET"], "")._carry_out(task)
     assert outcome.error == "SaveFailed"
     assert "no longer waits" in outcome.reason
     assert on_disk(directory) == []

@@ -39,7 +39,10 @@ from elastic_agent.worker.storage.replication.messages import Replicate
 from tests.memory_servers import DIRECTORY, Node, Proxy, header_of, wait_for
 
 LONG_S = 30.0
-LOST = "the shards of rank 0 after step 7 of generation 1 are only in the memory of this node and are lost with it"
+LOST = (
+    "the shards of rank 0 after step 7 of generation 1 are only in the memory of this node, as far as it knows, and "
+    "are lost with it"
+)
 
 
 class Nodes:
@@ -181,7 +184,7 @@ def test_a_node_that_comes_takes_what_all_that_leave_have(job: Nodes) -> None:
     assert new.replica("b", 7) == lost
 
 
-def test_a_handover_goes_on_where_the_connection_broke(job: Nodes) -> None:
+def test_a_handover_begins_anew_where_the_connection_broke(job: Nodes) -> None:
     a, b = job.make("ab")
     data = shards(a, 7, 0, 4 * PIECE_BYTES)
     proxy = Proxy(b.port, cut_after=(2 * PIECE_BYTES + 1000,))
@@ -190,7 +193,6 @@ def test_a_handover_goes_on_where_the_connection_broke(job: Nodes) -> None:
     assert job.leave("a")._left == ()
     assert b.replica("a", 7) == data
     assert len(proxy.passed) == 2
-    assert sum(proxy.passed) < 5 * PIECE_BYTES
     proxy.close()
 
 
@@ -400,10 +402,7 @@ def test_a_store_that_does_not_answer_is_asked_again(
     found.run(job.world, time.monotonic() + 0.2, kept=True)
     assert lost(job, found, caplog) == [], "it was brought before"
     [line] = lost(job, job.leave("a", within_s=0.2), caplog)
-    assert line.startswith(
-        "it is not known whether a node that goes on has the shards of rank 0 after step 7 of generation 1: the store "
-        "gives no answer, no answer. If none has"
-    )
+    assert line.startswith(f"{LOST}: the store gives no answer, no answer. Nodes that go on begin")
 
 
 def test_without_an_answer_of_the_store_no_more_is_said_than_is_known(
@@ -422,9 +421,7 @@ def test_without_an_answer_of_the_store_no_more_is_said_than_is_known(
 
     monkeypatch.setattr(job.store, "read", read)
     [line] = lost(job, job.leave("a", within_s=0.05), caplog)
-    assert line.startswith(
-        "it is not known whether a node that goes on has the shards of rank 0 after step 7"
-    )
+    assert line.startswith(LOST)
     assert warnings(caplog)[0].startswith(
         "the state after step 7 of generation 1 was handed over to no other node"
     )

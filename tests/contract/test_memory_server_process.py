@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.checkpoints import memory_server
+from elastic_agent.agent.checkpoints import processes
 from elastic_agent.agent.checkpoints.folder import MemoryFolder
-from elastic_agent.agent.checkpoints.memory_server import KEY, MemoryServer, NoKey, ServerPlace, key_of_job
+from elastic_agent.agent.checkpoints.processes import KEY, MemoryServer, NoKey, ServerPlace, key_of_job
 from elastic_agent.agent.common.events import Event
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
@@ -68,7 +68,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def agent(tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    monkeypatch.setattr(memory_server, "PAUSE_S", 0.0)
+    monkeypatch.setattr(processes, "PAUSE_S", 0.0)
     agent = Agent(tmp_path, store)
     yield agent
     agent.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.checkpoints import disk_writer
+from elastic_agent.agent.checkpoints import processes
 from elastic_agent.worker.storage.disk import async_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.sharded import shard_saver
@@ -125,7 +125,7 @@ def directory(tmp_path: Path) -> Path:
 def nodes(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
     for name in WORKER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(disk_writer, "PAUSE_S", 0.0)
+    monkeypatch.setattr(processes, "PAUSE_S", 0.0)
     monkeypatch.setattr(async_save.atexit, "register", lambda _: None)
     made = [Node(tmp_path / f"node-{rank}", directory, rank) for rank in range(0, WORLD_SIZE, RANKS_PER_NODE)]
     yield made

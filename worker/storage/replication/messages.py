@@ -1,7 +1,7 @@
 """Every message to and from a memory server, the process of an agent that serves its node's copies to other nodes.
 
     requests    MemoryClient, a server, an agent -> server    List, Read, Push, each on a `Link`
-    answers     server -> who asked                           Found ... End; Stretch ... ; Have, Continue, Acknowledged
+    answers     server -> who asked                           Found ... End; Stretch ... ; Have, Send, Acknowledged
     a push      the node that sends -> server                 Push, then Piece ..., Sent; or Superseded
     orders      a worker -> its own node's server             Replicate, Settled, AbandonNewer, on a UNIX socket
 
@@ -21,7 +21,7 @@ from ...wire.messages import MOST_PARTNERS, NodeName, SlotName
 from ..memory.copy_header import FoundCopy, Header
 from ..memory.slot_folders import Folder
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 8 << 20
 """Of one message on a `Link`, which may hold the checksums of a whole copy. Only who has the key can send one."""
 MAX_ORDER_BYTES = 32768
@@ -87,7 +87,7 @@ class Gone(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Push(Checked):
-    """Keep the copy that `node` has in `folder`, its own or a replica. Answered by Have, Continue or Refused."""
+    """Keep the copy that `node` has in `folder`, its own or a replica. Answered by Have, Send or Refused."""
 
     node: NodeName
     folder: Folder
@@ -100,10 +100,8 @@ class Have(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Continue(Checked):
-    """Send the pieces from this one on: those before it are here."""
-
-    piece: Count
+class Send(Checked):
+    """There is room for it: send its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ Order = Replicate | Settled | AbandonNewer
 REQUESTS: Codec[List | Read | Push] = Codec((List, Read, Push), VERSION, MAX_BYTES)
 LISTED: Codec[Found | End] = Codec((Found, End), VERSION, MAX_BYTES)
 STRETCHES: Codec[Stretch | Gone] = Codec((Stretch, Gone), VERSION, MAX_BYTES)
-PUSH_ANSWERS: Codec[Have | Continue | Refused] = Codec((Have, Continue, Refused), VERSION, MAX_BYTES)
+PUSH_ANSWERS: Codec[Have | Send | Refused] = Codec((Have, Send, Refused), VERSION, MAX_BYTES)
 PUSHED: Codec[Piece | Superseded | Sent] = Codec((Piece, Superseded, Sent), VERSION, MAX_BYTES)
 PUSH_ENDS: Codec[Acknowledged | Refused] = Codec((Acknowledged, Refused), VERSION, MAX_BYTES)
 ORDERS: Codec[Order] = Codec((Replicate, Settled, AbandonNewer), VERSION, MAX_ORDER_BYTES)
