@@ -56,9 +56,9 @@ from ..rendezvous_io.worker_answers import CommitFence, LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
+from ..workers.evidence import EvidenceKeeper
 from ..workers.generation import Processes
-from ..workers.hangs.detector import ActivityReader
-from ..workers.hangs.keeper import EvidenceKeeper
+from ..workers.hang_detector import ActivityReader
 from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,

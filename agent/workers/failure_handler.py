@@ -6,7 +6,7 @@ crash. Before workers that hang are ended, one *look* keeps evidence of what the
 of a generation is told to the other nodes and ends it here; a later one is told only where the first was collateral,
 and this one may be its root.
 
-A stall is told to the other nodes, too. The detector (`agent/workers/hangs/detector.py`) decides what a stall is, and
+A stall is told to the other nodes, too. The detector (`agent/workers/hang_detector.py`) decides what a stall is, and
 the coordinator whose fault it is; a node to which no verdict comes ends its workers by itself.
 
 What stops the workers is a callable of the `Supervisor`. For the main thread; instants are seconds on the monotonic
@@ -30,9 +30,9 @@ from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
 from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
 from .environment import Node, error_file
+from .evidence import Look
 from .generation import Crash, Generation, Processes
-from .hangs.detector import LOOK_EVERY_S, ActivitySample
-from .hangs.keeper import Look
+from .hang_detector import LOOK_EVERY_S, ActivitySample
 from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, clean, cut, read_error_file
 from .stopping import HANG_SIGNAL
 

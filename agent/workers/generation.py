@@ -25,14 +25,14 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .hangs.detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
-from .hangs.facts import StackFile, Target
-from .hangs.keeper import EvidenceKeeper, Look
+from .evidence import EvidenceKeeper, Look
+from .hang_detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
 from .processes.guard import Guard
 from .processes.proc import process_status
 from .processes.spares import Spares, WorkerStore
 from .processes.subreaper import Subreaper
 from .processes.workers import WorkerGroup
+from .rank_activity import StackFile, Target
 from .stopping import DrainState, JustInTimeState
 
 log = logging.getLogger(__name__)

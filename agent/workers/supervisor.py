@@ -34,12 +34,12 @@ from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
 from .causes import NOT_STARTED, STORE_SERVER, CauseTable
 from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
+from .evidence import Look
 from .failure_handler import FailureHandler
 from .generation import Generation, HowToStop, Processes, check_master, log_bad_state
-from .hangs.detector import Durations
-from .hangs.facts import StackFile
-from .hangs.keeper import Look
+from .hang_detector import Durations
 from .processes.workers import WorkerGroup, WorkerSpec
+from .rank_activity import StackFile
 from .stopping import HANG_SIGNAL, Exit, Orders
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
-from elastic_agent.agent.workers.hangs.detector import Durations, HangDetector
+from elastic_agent.agent.workers.hang_detector import Durations, HangDetector
 from elastic_agent.health.hang_report import HangReport, HangSuspicion, RankActivity, RankState, Urgency
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness import LEASE_MARGIN, Peer, ProbeFailure, ProbeResult

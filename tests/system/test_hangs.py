@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFacts, look_at
-from elastic_agent.agent.workers.hangs.testimony import rank_state
+from elastic_agent.agent.workers.rank_activity import StackFile, Target, WorkerFacts, look_at, rank_state
 from elastic_agent.health.diagnosis import diagnose
 from elastic_agent.health.hang_report import Finding, RankActivity, RankState
 from elastic_agent.health.hang_report import HangReport as Answer

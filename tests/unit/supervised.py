@@ -26,14 +26,14 @@ from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
+from elastic_agent.agent.workers.evidence import EvidenceKeeper, Look
 from elastic_agent.agent.workers.generation import Processes
-from elastic_agent.agent.workers.hangs.detector import ActivityReader
-from elastic_agent.agent.workers.hangs.facts import Target
-from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
+from elastic_agent.agent.workers.hang_detector import ActivityReader
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.spares import Spares, WorkerStore
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
+from elastic_agent.agent.workers.rank_activity import Target
 from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics

@@ -74,15 +74,14 @@ configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common
 workers/processes: common output configuration
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
-workers/hangs: common output workers/processes
 rendezvous_io: common configuration machine
 observability: common output configuration workers/processes rendezvous_io
 workers: common output configuration checkpoints machine rendezvous_io workers/processes \
-    workers/hangs observability
+    observability
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
     observability
 main: common output configuration workers/processes machine checkpoints \
-    workers/hangs rendezvous_io observability workers
+    rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/processes rendezvous_io main commands
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.workers.hangs import facts, flight_records
-from elastic_agent.agent.workers.hangs import keeper as module
-from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFacts
-from elastic_agent.agent.workers.hangs.flight_records import FlightRecords
-from elastic_agent.agent.workers.hangs.keeper import MOST_LOOKS, EvidenceKeeper, Look
+from elastic_agent.agent.workers import evidence as module
+from elastic_agent.agent.workers import rank_activity as facts
+from elastic_agent.agent.workers.evidence import MOST_LOOKS, EvidenceKeeper, FlightRecords, Look
 from elastic_agent.agent.workers.processes.proc import stat_of
+from elastic_agent.agent.workers.rank_activity import StackFile, Target, WorkerFacts
 from elastic_agent.health.hang_report import InGroup, RankActivity, Recorded
 from elastic_agent.threads import Thread
 
@@ -163,8 +162,8 @@ def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_read(
     assert second.states[0].recorded.still_s > 0
     text = (first.path / "rank3.txt").read_text()  # type: ignore[operator]
     assert "group default_pg: waits in all_reduce 7" in text
-    assert not flight_records.ask(folder.parent, 3)
-    assert not flight_records.ask(folder.parent, 4)
+    assert not module.ask(folder.parent, 3)
+    assert not module.ask(folder.parent, 4)
 
 
 def test_the_flight_recorder_is_asked_when_the_stacks_are_written(
@@ -184,7 +183,7 @@ def test_the_flight_recorder_is_asked_when_the_stacks_are_written(
         return False
 
     monkeypatch.setattr(module, "look_at", looks)
-    monkeypatch.setattr(flight_records, "ask", asks)
+    monkeypatch.setattr(module, "ask", asks)
     kept(keeper, target)
     assert order == ["stacks", "flight recorder"]
 
@@ -278,7 +277,7 @@ def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
 ) -> None:
     goes_on = threading.Event()
     monkeypatch.setattr(module, "_make_private", lambda path: goes_on.wait(60))
-    monkeypatch.setattr(flight_records, "ask", lambda generation, rank: goes_on.wait(60) and False)
+    monkeypatch.setattr(module, "ask", lambda generation, rank: goes_on.wait(60) and False)
     monkeypatch.setattr(module, "LOOK_S", 5.0)
     looks = []
     for _ in range(3):

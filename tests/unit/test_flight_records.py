@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.output.log_files import FLIGHT_RECORDS
-from elastic_agent.agent.workers.hangs.flight_records import (
+from elastic_agent.agent.workers.evidence import (
     COMES_WITHIN_S,
     MOST_BYTES,
     NEWEST_S,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.detector import (
+from elastic_agent.agent.workers.hang_detector import (
     ALONE_S,
     ENOUGH,
     VERDICT_S,

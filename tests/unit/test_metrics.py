@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.agent.workers.hangs import detector
+from elastic_agent.agent.workers import hang_detector as detector
 from elastic_agent.health.metrics import (
     DURATION_BUCKETS_S,
     HANG_STATES,

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_agent.agent.workers.hangs import facts
-from elastic_agent.agent.workers.hangs.detector import ActivityReader
-from elastic_agent.agent.workers.hangs.facts import (
+from elastic_agent.agent.workers import rank_activity as facts
+from elastic_agent.agent.workers.hang_detector import ActivityReader
+from elastic_agent.agent.workers.processes.proc import stat_of
+from elastic_agent.agent.workers.rank_activity import (
     MOST_FRAMES,
     Frame,
     StackFile,
@@ -24,7 +25,6 @@ from elastic_agent.agent.workers.hangs.facts import (
     parse,
     why_not,
 )
-from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 
 BEGIN = """

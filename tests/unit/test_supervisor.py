@@ -14,7 +14,7 @@ import pytest
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.journal import Kind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
-from elastic_agent.agent.workers.hangs.detector import VERDICT_S
+from elastic_agent.agent.workers.hang_detector import VERDICT_S
 from elastic_agent.health.hang_report import Finding, HangProbe, Urgency
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain

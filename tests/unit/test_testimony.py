@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.facts import (
+from elastic_agent.agent.workers.rank_activity import (
     ANY,
     BYTES,
     CHILD,
@@ -17,8 +17,8 @@ from elastic_agent.agent.workers.hangs.facts import (
     ThreadFacts,
     ThreadStack,
     WorkerFacts,
+    rank_state,
 )
-from elastic_agent.agent.workers.hangs.testimony import rank_state
 from elastic_agent.health.hang_report import MAX_WHERE, RankActivity
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

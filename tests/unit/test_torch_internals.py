@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.agent.workers.hangs.flight_records import groups_of, read_pickle
+from elastic_agent.agent.workers.evidence import groups_of, read_pickle
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
@@ -55,7 +55,7 @@ def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_serves_at_a_socket_that_listens_already() -> None:
-    """`agent/workers/processes/store_server.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
+    """`agent/workers/processes/fork_server.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -131,7 +131,7 @@ sys.stdout.buffer.write(_dump_fr_trace())
 
 
 def test_the_flight_recorders_dumps_are_plain_pickles_of_a_known_form(tmp_path: Path) -> None:
-    """`agent/workers/hangs/flight_records.py`: as NCCL's thread writes them; here of gloo."""
+    """`agent/workers/evidence.py`: as NCCL's thread writes them; here of gloo."""
     command = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
     done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100)

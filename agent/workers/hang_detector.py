@@ -29,10 +29,10 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from ....health.hang_report import LOOK_S, Finding, HangProbe, Urgency
-from ....threads import Thread
-from ...common.events import Event
-from ..processes.proc import read, status_field
+from ...health.hang_report import LOOK_S, Finding, HangProbe, Urgency
+from ...threads import Thread
+from ..common.events import Event
+from .processes.proc import read, status_field
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
