@@ -103,7 +103,7 @@ def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tu
     """All variables of one worker that the user has not set; of two with one name the later counts."""
     return (
         *torch_settings(machine.software, config.timeouts, place.member.slots, place.flight_records),
-        *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
+        *(network_variables(machine.network) if isinstance(machine.network, Network) else ()),
         *contract(place, config.max_restarts),
         *machine.variables(place.local_rank),
     )

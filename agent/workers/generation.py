@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -341,26 +342,27 @@ def log_bad_state(world: World) -> None:
 
 
 WARN_AFTER_S = 2.0
-"""The kernel has sent two SYNs by then."""
+"""The kernel has sent two SYNs by then; and workers here know by then of those elsewhere that have ended."""
 
 
-def check_master(world: World, node: str) -> None:
-    """Warn where workers on node `node` cannot reach the port where those of `world` may meet.
+def master_away(world: World, node: str) -> str:
+    """Why workers on node `node` do not reach the port where those of `world` may meet; empty where they do.
 
     torch asks for minutes, in silence, and then names an address and nothing else. The port listens before the world
-    names it: one that refuses belongs to workers that have ended. The store there sees a client that sends nothing.
+    names it: one that refuses belongs to workers that have ended, or a packet filter answers for it. The store there
+    sees a client that sends nothing.
     """
     to = world.master
     try:
         socket.create_connection((to.address, to.port), WARN_AFTER_S).close()
-    except ConnectionRefusedError:
-        pass
     except OSError as error:
+        if isinstance(error, ConnectionRefusedError):
+            time.sleep(WARN_AFTER_S)
         found = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-        log.warning(
-            "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
-            "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "
-            "(--port-range bounds which it is), and those that gloo and NCCL choose; otherwise look at routes and "
-            "--local-addr",
-            *(world.generation, node, to, world.members[0].node, found),
+        return (
+            f"generation {world.generation}: node {node} does not reach {to} of node {world.members[0].node}, where "
+            f"the workers meet: {found}. Harmless for scripts that do not use MASTER_PORT. If a packet filter stands "
+            "between the nodes, open that port (--port-range bounds which it is), and those that gloo and NCCL choose; "
+            "otherwise look at routes and --local-addr"
         )
+    return ""

@@ -36,7 +36,7 @@ from .causes import NOT_STARTED, STORE_SERVER, CauseTable
 from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
 from .evidence import Look
 from .failure_handler import FailureHandler
-from .generation import Generation, HowToStop, Processes, check_master, log_bad_state
+from .generation import Generation, HowToStop, Processes, log_bad_state, master_away
 from .hang_detector import Durations
 from .processes.workers import WorkerGroup, WorkerSpec
 from .rank_activity import StackFile
@@ -124,8 +124,18 @@ class Supervisor:
             self._failures.fail(generation, NOT_STARTED, problem)
             return problem if lack else ""
         if world.members[0] != member:
-            Thread(partial(check_master, world, member.node), "master-port", lambda: None).start()
+            ask = partial(self._ask_master, world, member.node)
+            Thread(ask, "master-port", lambda: None).start()
         return ""
+
+    def _ask_master(self, world: World, node: str) -> None:
+        """In a thread of its own."""
+        if away := master_away(world, node):
+            self._post(partial(self._warn_of_master, world.generation, away))
+
+    def _warn_of_master(self, number: int, away: str) -> None:
+        if self.undisturbed == number:
+            log.warning("%s", away)
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""

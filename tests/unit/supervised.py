@@ -309,11 +309,11 @@ class Supervised:
         assert isinstance(group, FakeWorkers)
         return group
 
-    def start(self, generation: int = 1, first: str | None = None) -> str:
+    def start(self, generation: int = 1, first: str | None = None, master: Endpoint | None = None) -> str:
         """`first`: another node, of one worker, which has rank 0."""
         others = (Member(first, f"{first}-1", 1, 0),) if first is not None else ()
         member = Member("a", "a-1", self.participant.identity.slots, len(others))
-        master = Endpoint("host-a", 1000)
+        master = master or Endpoint("host-a", 1000)
         world = World("job", generation, Phase.RUNNING, (*others, member), master, Cause(CauseKind.START))
         return self.supervisor.start(world, member, cast(socket.socket, Ignored()), self.now)
 

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from elastic_agent.agent.workers import supervisor
-from elastic_agent.agent.workers.generation import check_master
+from elastic_agent.agent.workers import generation, supervisor
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 
 from .supervised import Supervised
 
 
-def warned(caplog: pytest.LogCaptureFixture, port: int) -> str:
+def away(port: int) -> str:
     members = Member("b", "b-1", 1, 0), Member("a", "a-1", 2, 1)
     world = World("job", 7, Phase.RUNNING, members, Endpoint("127.0.0.1", port), Cause(CauseKind.START))
-    with caplog.at_level(logging.WARNING):
-        check_master(world, "a")
-    return caplog.text
+    return generation.master_away(world, "a")
 
 
-def test_a_port_that_answers_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_port_that_answers_is_asked_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5.0)
-        assert warned(caplog, server.getsockname()[1]) == ""
+        assert away(server.getsockname()[1]) == ""
         connection, _ = server.accept()
         with connection:
             assert connection.recv(1) == b""
-
-
-def test_a_port_that_refuses_belongs_to_workers_that_have_ended(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        assert warned(caplog, bound.getsockname()[1]) == ""
 
 
 @pytest.mark.parametrize(
@@ -44,19 +35,39 @@ def test_a_port_that_refuses_belongs_to_workers_that_have_ended(caplog: pytest.L
     [
         (TimeoutError("timed out"), "no answer"),
         (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host"),
+        # what iptables' REJECT answers by default
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "connection refused"),
     ],
 )
 def test_the_warning_names_both_nodes_and_who_need_not_care(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError, found: str
+    monkeypatch: pytest.MonkeyPatch, error: OSError, found: str
 ) -> None:
     def silent(to: tuple[str, int], timeout_s: float) -> socket.socket:
         raise error
 
     monkeypatch.setattr(socket, "create_connection", silent)
+    monkeypatch.setattr(generation, "WARN_AFTER_S", 0.0)
     assert (
         f"generation 7: node a does not reach 127.0.0.1:1 of node b, where the workers meet: {found}. "
         "Harmless for scripts that do not use MASTER_PORT. If a packet filter"
-    ) in warned(caplog, 1)
+    ) in away(1)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_port_that_refuses_may_belong_to_workers_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, ended: bool
+) -> None:
+    """Then those here are asked to end, too, before they are warned."""
+    monkeypatch.setattr(generation, "WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor, "Thread", lambda work, *_: SimpleNamespace(start=work))
+    scene = Supervised(tmp_path, 2)
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        scene.start(first="b", master=Endpoint(*bound.getsockname()))
+    if ended:
+        scene.supervisor.stop(1.0, gently=False, reason="another node's worker has failed")
+    scene.turn()
+    assert ("does not reach" in caplog.text) == (not ended)
 
 
 @pytest.mark.parametrize(("first", "asks"), [(None, 0), ("b", 1)])
