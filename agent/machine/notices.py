@@ -80,13 +80,13 @@ class NoticeWatch:
     def __init__(
         self,
         source: Source,
-        noticed: Callable[[str | None, float | None], object],
+        noticed: Callable[[str, float | None], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`noticed` is called in the main loop with the text, which says who says so, and the deadline; with None and
-        None when the notice is withdrawn."""
+        """`noticed` is called in the main loop with the text, which says who says so, and the deadline; with no text
+        and None when the notice is withdrawn."""
         self._source, self._noticed, self._post = source, noticed, post
         self._clock, self._wall_clock = clock, wall_clock
         self._known: Notice | None = None
@@ -120,7 +120,7 @@ class NoticeWatch:
         if notice == known:
             return
         if notice is None:
-            self._post(partial(self._noticed, None, None))
+            self._post(partial(self._noticed, "", None))
             return
         left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
         self._post(partial(self._noticed, notice.text, self._clock() + max(MIN_LEFT_S, left_s)))

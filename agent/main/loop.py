@@ -40,6 +40,8 @@ TRIES_AGAIN_S = 5.0
 
 JOBS_END = "SLURM_JOB_END_TIME"
 
+NOTICE = "a notice"
+
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
 
@@ -68,12 +70,42 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """This machine goes away at `deadline`; None: at no known instant, and the node leaves at once, without hurry. The
-    text says who says so."""
+class KnownEnd:
+    """Of the job here, or of this machine."""
 
-    text: str
-    deadline: float | None
+    why: str
+    leaves_at: float
+    """When this node begins to leave because of it."""
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What made this node leave the job, and how this agent ends then."""
+
+    asked_by: str
+    code: ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """What is in this node's memory is brought to others."""
+
+    handover: Handover
+    since: float
+    """The last saves have the rest of that time; infinite: it began with them."""
+    generation: int
+    """After whose end it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What this machine lacks for `of`, as the newest try has shown."""
+
+    of: str
+    what: str
+    again_at: float
+    """When there may be another try."""
 
 
 class Loop:
@@ -98,28 +130,17 @@ class Loop:
         """What keeps the workers of the present world from being started here; empty where nothing does."""
         self._signalled_once = False
         """To end."""
-        self._left_as: str = ""
-        """What made this node leave the job, once something has."""
-        self._left_with = ExitCode.STOPPED_BY_SIGTERM
-        """How this agent ends then."""
-        self._notice: Notice | None = None
-        """This machine goes away, as far as is known now."""
-        self._job_ends_at = self._leaves_job_at = math.inf
-        """Monotonic: the job's end, where it is known, and when this node begins to leave because of it."""
+        self._left: Left | None = None
+        self._ends: dict[str, KnownEnd] = {}
+        """As they are known now, by who says so: `JOBS_END`, `NOTICE`."""
         if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - wall_clock()) > 0:
-            self._job_ends_at = self._clock() + left_s
-            self._leaves_job_at = self._clock() + leaves_in_s(left_s, self._stop.grace_s)
-        self._handover: Handover | None = None
-        """Of this leave, once the workers have ended."""
-        self._handing_since = math.inf
-        """When this node began to bring what is in its memory to others: the last saves have the rest of that time."""
-        self._handed_over_from = 0
-        """The generation after whose end `_handover` began."""
+            now, leaves_s = self._clock(), leaves_in_s(left_s, self._stop.grace_s)
+            self._ends[JOBS_END] = KnownEnd(JOBS_END, now + leaves_s, now + left_s)
+        self._handing: Handing | None = None
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
-        self._lacking, self._again_at = "", -math.inf
-        """What this machine lacks for the next workers, as the newest try has shown, and when there may be another."""
+        self._lack: Lack | None = None
         self._fatal: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
@@ -140,13 +161,13 @@ class Loop:
         now = self._clock()
         participant, supervisor = self._participant, self._supervisor
         observer, manager = self._agent.observer, self._agent.manager
-        if participant.wanted_to_leave and not self._left_as:
+        if participant.wanted_to_leave and self._left is None:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
-        leaves_at, why = self._known_leave()
-        if now >= leaves_at:
-            log.info("%s: leaving the job before something ends it", why)
-            self._leave(why, now, None)
+        first = min(self._ends.values(), key=lambda end: end.leaves_at, default=None)
+        if first is not None and now >= first.leaves_at and self._left is None:
+            log.info("%s: leaving the job before something ends it", first.why)
+            self._leave(first.why, now, None)
         if (findings := self._agent.checks.take(participant, now)) is not None:
             self._agent.state.findings = findings
         observer.compare(participant)
@@ -157,8 +178,8 @@ class Loop:
         self._agent.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
-            leaves_at,
-            self._again_at,
+            first.leaves_at if first is not None else None,
+            self._lack.again_at if self._lack is not None else None,
             self._agent.gpu_memory.turn(now),
             self._agent.checks.turn(participant, now),
             *supervisor.wake_at(),
@@ -172,23 +193,34 @@ class Loop:
         return self._supervisor.undisturbed
 
     def new_port(self) -> int | None:
-        if self._clock() < self._again_at:
+        now = self._clock()
+        if self._lacks_until(now):
             return None
         try:
-            return self._port.renew()
+            port = self._port.renew()
         except PortLacking as error:
-            self._lacks(str(error), self._clock())
+            self._lacks("a port", str(error), now)
         except PortError as error:
             log.error("no port for the workers' store: %s", error)
             self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
+        else:
+            self._has("a port")
+            return port
         return None
 
-    def _lacks(self, what: str, now: float) -> None:
+    def _lacks_until(self, now: float) -> str:
+        """What this machine lacks, while it is not to be tried again; empty: nothing."""
+        return self._lack.what if self._lack is not None and now < self._lack.again_at else ""
+
+    def _has(self, of: str) -> None:
+        if self._lack is not None and self._lack.of == of:
+            self._lack = None
+
+    def _lacks(self, of: str, what: str, now: float) -> None:
         """That is no failure of the script. It is tried once more: a start in vain is a failed generation for all
         nodes, and free of cost only twice (`coordinator/restarts`)."""
-        lasts = self._lacking and now < self._again_at + TRIES_AGAIN_S
-        self._lacking, self._again_at = what, now + TRIES_AGAIN_S
-        if not lasts:
+        before, self._lack = self._lack, Lack(of, what, now + TRIES_AGAIN_S)
+        if before is None or before.of != of or now >= before.again_at + TRIES_AGAIN_S:
             log.warning("%s: trying again in %g s", what, TRIES_AGAIN_S)
             return
         log.error("%s: that lasts, and this node leaves", what)
@@ -199,14 +231,14 @@ class Loop:
             workers_gone = self._supervisor.turn(now)
         except OSError as error:
             lack = lack_in(error)
-            if lack and now >= self._again_at:
-                self._lacks(lack, now)
+            if lack and not self._lacks_until(now):
+                self._lacks("a look at workers that end", lack, now)
             if not lack or self._fatal is not None:
                 raise
             return False
         if workers_gone:
             self._agent.gpu_memory.workers_gone(now)
-        if self._participant.hands_over and self._handover is None:
+        if self._participant.hands_over and self._handing is None:
             self._hand_over(now)
         return workers_gone
 
@@ -229,9 +261,9 @@ class Loop:
             if self._agent.memory_server is not None:
                 self._agent.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
-                self._lacks(lack, now)
+                self._lacks("workers", lack, now)
             else:
-                self._lacking = ""
+                self._has("workers")
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
@@ -250,8 +282,8 @@ class Loop:
 
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
-        if now < self._again_at:
-            return self._lacking
+        if lacking := self._lacks_until(now):
+            return lacking
         if self._agent.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):
@@ -272,7 +304,7 @@ class Loop:
                 "%s: the workers have not ended between two steps in time, and are stopped now. The job goes on from "
                 "the newest state that another node has in memory, or that is on disk, and does again what came after "
                 "it",
-                self._left_as,
+                self._left.asked_by if self._left is not None else "",
             )
 
     def _hand_over(self, now: float) -> None:
@@ -281,11 +313,10 @@ class Loop:
         if server is None or world is None:
             participant.handed_over()
             return
-        self._handover = server.new_handover()
-        self._handing_since, self._handed_over_from = now, world.generation
+        handing = self._handing = Handing(server.new_handover(), now, world.generation)
         within_s = self._last_saves_s(now, rescues=True)
         kept = participant.keeps(world.generation)
-        self._handover.begin(
+        handing.handover.begin(
             world, now + within_s, lambda: self._events.put(participant.handed_over), kept=kept
         )
 
@@ -294,7 +325,7 @@ class Loop:
             now,
             self._stop.grace_s,
             rescues=rescues,
-            handing_since=self._handing_since,
+            handing_since=self._handing.since if self._handing is not None else math.inf,
             saved_by=self._participant.leave_times.saved_by,
         )
 
@@ -307,21 +338,22 @@ class Loop:
         now = self._clock()
         within_s = round(self._last_saves_s(now, rescues=rescues), 1)
         deadline = now + within_s
-        handover, server = self._handover, self._agent.memory_server
+        server = self._agent.memory_server
         # Since then nodes may have come, or nodes that had received the copies may have gone.
         again = world if world is not None and self._participant.leaves_memory(world.generation) else None
-        if again is not None and handover is not None and again.generation > self._handed_over_from:
+        if again is not None and self._handing is None and server is not None:
+            self._handing = Handing(server.new_handover(), math.inf, again.generation)
+        handing = self._handing
+        if again is not None and handing is not None and again.generation > handing.generation:
             again = None
-        if again is not None and handover is None and server is not None:
-            handover = self._handover = server.new_handover()
         kept = again is not None and self._participant.keeps(again.generation)
 
         def finish() -> None:
             lost = self._agent.disk_writer.finish(within_s)
-            if handover is not None:
+            if handing is not None:
                 if again is not None:
-                    handover.run(again, deadline, kept=kept)
-                handover.report_lost()
+                    handing.handover.run(again, deadline, kept=kept)
+                handing.handover.report_lost()
             self._events.put(partial(self._saves_finished, lost))
 
         Thread(finish, "last-saves", lambda: self._events.put(partial(self._saves_finished, ""))).start()
@@ -331,8 +363,8 @@ class Loop:
         failure = world.cause.failure if world is not None and action.why is not Result.SUCCEEDED else None
         if failure is not None:
             self._supervisor.show_failure(failure)
-        if self._left_as and action.why is not Result.SUCCEEDED:
-            return Ending(self._left_with, f"stopped by {self._left_as}")
+        if self._left is not None and action.why is not Result.SUCCEEDED:
+            return Ending(self._left.code, f"stopped by {self._left.asked_by}")
         return Ending(_EXITS[action.why], action.reason, failure)
 
     # ---------------------------------------------------------------- events
@@ -377,8 +409,8 @@ class Loop:
         else:
             log.info("%s again: killing the workers now", name)
             self._supervisor.stop(0.0, gently=False, reason="a second signal")
-            if self._handover is not None:
-                self._handover.cut()
+            if self._handing is not None:
+                self._handing.handover.cut()
             self._ending = self._departing
 
     def _repeats(self, number: int) -> bool:
@@ -388,56 +420,40 @@ class Loop:
     def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""
         name = signal.Signals(number).name
-        if self._left_as:
-            log.info("%s: leaving the job already, because of %s", name, self._left_as)
+        if self._left is not None:
+            log.info("%s: leaving the job already, because of %s", name, self._left.asked_by)
             return
         log.info("%s: leaving the job before something ends it", name)
         self._leave(name, now, number)
 
-    def noticed(self, text: str | None, deadline: float | None) -> None:
-        """This machine goes away at `deadline`, or earlier than was known, or later: see `NoticeWatch`."""
-        if text is None:
-            self._notice_withdrawn()
-            return
-        now, self._notice = self._clock(), Notice(text, deadline)
+    def noticed(self, text: str, deadline: float | None) -> None:
+        """This machine goes away at `deadline`, or earlier than was known, or later: see `NoticeWatch`. None: the
+        notice is withdrawn."""
+        now = self._clock()
         self._agent.observer.noticed(text, deadline)
-        left = f"{deadline - now:.1f} s are left" if deadline is not None else "no deadline is known"
-        log.warning("%s: %s", text, left)
-        if self._left_as:
+        if deadline is None:
+            log.warning("the notice is withdrawn")
+            self._ends.pop(NOTICE, None)
+            return
+        leaves_at = deadline - obeys_before_s(self._stop.grace_s)
+        self._ends[NOTICE] = KnownEnd(f"{NOTICE}: {text}", leaves_at, deadline)
+        log.warning("%s: %.1f s are left", text, deadline - now)
+        if self._left is not None:
             self._divide_leave(now)
-
-    def _notice_withdrawn(self) -> None:
-        log.warning("the notice is withdrawn")
-        self._notice = None
-        self._agent.observer.noticed("", None)
-
-    def _known_leave(self) -> tuple[float, str]:
-        """When this node leaves because its job or its machine ends, and who says so."""
-        job, notice = (self._leaves_job_at, JOBS_END), self._notice
-        if self._left_as:
-            return math.inf, ""
-        if notice is None:
-            return job
-        # without a known end it is at once
-        obeys_at = (
-            notice.deadline - obeys_before_s(self._stop.grace_s) if notice.deadline is not None else -math.inf
-        )
-        return min(job, (obeys_at, f"a notice: {notice.text}"))
 
     def _divide_leave(self, now: float) -> None:
         """By what is known of the end of this machine and of the job here."""
-        deadline = self._notice.deadline if self._notice is not None else None
-        self._participant.leave(now, min(self._job_ends_at, deadline if deadline is not None else math.inf))
-        if self._handover is not None:
-            self._handover.hurry(self._participant.leave_times.saved_by)
+        self._participant.leave(now, min((end.deadline for end in self._ends.values()), default=math.inf))
+        if self._handing is not None:
+            self._handing.handover.hurry(self._participant.leave_times.saved_by)
 
     def _leave(self, asked_by: str, now: float, number: int | None = signal.SIGTERM) -> None:
         """`number` as in `code_of_leave`."""
-        if self._left_as:
+        if self._left is not None:
             return
         if self._agent.memory_server is not None:
             self._agent.memory_server.expect_handover()
-        self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
+        self._left = Left(asked_by, code_of_leave(number, requeues=self._stop.requeues))
         self._divide_leave(now)
         self._agent.observer.leaving(asked_by)
         self._agent.manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import queue
 import random
 import signal
@@ -30,15 +31,19 @@ from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness import Peer
-from elastic_agent.rendezvous.node.node_actions import Drain, Leave
+from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Start
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
+    Cause,
+    CauseKind,
     DrainRequest,
+    Endpoint,
     Failure,
     Member,
     NodeRecord,
     PeerStatus,
+    Phase,
     Result,
     World,
     drain_key,
@@ -369,7 +374,9 @@ def test_a_node_that_has_handed_over_to_a_world_that_trains_does_so_no_more() ->
 
     def begin_and_let_the_world_go_on(*given: Any, **more: Any) -> None:
         begin(*given, **more)
-        scene.plan[scene.now + 0.5] = lambda: setattr(scene.loop, "_handed_over_from", 0)
+        assert scene.loop._handing is not None
+        earlier = replace(scene.loop._handing, generation=0)
+        scene.plan[scene.now + 0.5] = lambda: setattr(scene.loop, "_handing", earlier)
 
     handing.begin = begin_and_let_the_world_go_on  # type: ignore[method-assign]
     scene.at(10.0, Signalled(signal.SIGTERM))
@@ -474,13 +481,6 @@ def test_a_notice_bounds_each_part_of_the_leave(left_s: float) -> None:
     assert scene.now + within_s <= began + left_s - min(1.0, left_s / 10) + 0.06
 
 
-def test_a_notice_without_a_deadline_is_a_leave_without_hurry() -> None:
-    scene = Scene()
-    scene.at(10.0, lambda: scene.loop.noticed("the cloud", None))
-    assert killed_at(scene) >= 110.0 + 600.0
-    assert scene.finished == [LAST_SAVE_S]
-
-
 def test_a_notice_long_before_is_obeyed_two_minutes_before() -> None:
     scene = Scene()
     begun = scene.now + 10.0
@@ -492,7 +492,7 @@ def test_a_notice_long_before_is_obeyed_two_minutes_before() -> None:
 def test_a_notice_that_is_withdrawn_in_time_is_none() -> None:
     scene = Scene()
     noticed(scene, 150.0)
-    scene.at(30.0, lambda: scene.loop.noticed(None, None))
+    scene.at(30.0, lambda: scene.loop.noticed("", None))
     scene.at(60.0, Signalled(signal.SIGTERM))
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.now >= 160.0
@@ -649,6 +649,32 @@ def test_what_the_machine_lacks_for_a_port_ends_the_agent_only_if_it_lasts(lasts
     scene.plan[scene.now + 10.0] = fail
     scene.at(60.0, Signalled(signal.SIGTERM))
     assert (scene.loop.run().code is ExitCode.NOT_HERE) == (lasts_s > TRIES_AGAIN_S)
+
+
+def test_a_lack_of_a_port_that_is_over_is_not_one_of_workers_that_lasts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each is tried once more."""
+    scene = Scene()
+    lacks = [PortLacking("too many open files")]
+
+    def bind() -> Any:
+        if lacks:
+            raise lacks.pop()
+        return scene.listener()
+
+    scene.port._bind = bind
+    assert scene.loop.new_port() is None
+    scene.now += TRIES_AGAIN_S
+    assert scene.loop.new_port() is not None
+    scene.training.lacks_until = math.inf
+    member = Member("a", "a-1", 1, 0)
+    world = World("job", 1, Phase.RUNNING, (member,), Endpoint("host-a", 1), Cause(CauseKind.START))
+    scene.loop.carry_out(Start(world, member), scene.now)
+    assert "that lasts" not in caplog.text
+    scene.now += TRIES_AGAIN_S
+    scene.loop.carry_out(Start(world, member), scene.now)
+    assert "too many open files: that lasts, and this node leaves" in caplog.text
 
 
 @pytest.mark.parametrize("lasts_s", [3.0, 30.0])

@@ -412,10 +412,10 @@ class Scene(Source):
 
     def __init__(self) -> None:
         self.news: Notice | Exception | None = None
-        self.told: list[tuple[str | None, float | None]] = []
+        self.told: list[tuple[str, float | None]] = []
         self.watch = NoticeWatch(self, self.hear, lambda call: call(), lambda: 10.0, lambda: 1000.0)
 
-    def hear(self, text: str | None, deadline: float | None) -> None:
+    def hear(self, text: str, deadline: float | None) -> None:
         self.told.append((text, deadline))
 
     def poll(self) -> Notice | None:
@@ -423,7 +423,7 @@ class Scene(Source):
             raise self.news
         return self.news
 
-    def polls(self, *news: Notice | Exception | None) -> list[tuple[str | None, float | None]]:
+    def polls(self, *news: Notice | Exception | None) -> list[tuple[str, float | None]]:
         self.told.clear()
         for one in news:
             self.news = one
@@ -435,7 +435,7 @@ def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     scene, notice = Scene(), Notice("x", 1030.0)
     assert scene.polls(None, notice, notice, SourceFailed("gone"), notice) == [("x", 40.0)]
     assert scene.polls(Notice("x", 1005.0)) == [("x", 15.0)]
-    assert scene.polls(None, None) == [(None, None)]
+    assert scene.polls(None, None) == [("", None)]
     assert scene.polls(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [("x", 40.0)]
 
 
