@@ -31,7 +31,7 @@ from ..agent.configuration.derive import Resolved
 from ..agent.configuration.rendezvous import ENDPOINT
 from ..agent.configuration.values import CheckMode
 from ..agent.machine.devices import probe
-from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
+from ..agent.machine.network import Network, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.process import ServiceManager, catch_signals, log_to, take_environment, thread_failed
 from ..agent.output.console import take as take_console
 from ..agent.output.log_files import own_logs
@@ -98,7 +98,7 @@ def _run(
     pool, lease_ttl_s = config.rendezvous.job_id, config.rendezvous.lease_ttl_s
     starting, looking = "waiting for the network", "looking for the pool's store"
     network = unless_stopped(lambda: wait_for_network(config), events, starting, lambda: on_turn(starting))
-    address = network.choice.address
+    address = network.address
     try:
         listener, http = store_listener(config, network.endpoint, address), http_listener(config, address)
     except PortError as error:
@@ -122,7 +122,7 @@ def _run(
     log.info("node %s offers itself to pool %s at %s", name, pool, options[ENDPOINT.name])
     standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
     parts.callback(standby.close)
-    checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put)
+    checks = IdleChecks(config.check, _new_run(config, environment, network), events.put)
     parts.callback(checks.close)
     own = own_words(resolved.settings, os.getcwd())
     if config.http_address is not None:
@@ -147,7 +147,7 @@ def _run(
     return ending
 
 
-def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoice) -> Callable[[], CheckRun]:
+def _new_run(config: Config, environment: Mapping[str, str], network: Network) -> Callable[[], CheckRun]:
     """Looks at what any job may need here; what one needs of its own, its agent checks before it joins. Raises
     ConfigError for devices that are not there."""
     gpus = tuple(device.nvml_name for device in probe(environment).cuda)
@@ -155,10 +155,10 @@ def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoi
     needs = NodeNeeds(
         ranks=config.nodes.max,
         log_directory=str(logs) if logs is not None else "",
-        interface=choice.interface,
-        address=choice.address,
+        interface=network.interface,
+        address=network.address,
         gpus=gpus,
-        rdma=bool(gpus and choice.rdma_ports),
+        rdma=bool(gpus and network.rdma_ports),
     )
     return lambda: CheckRun(checks_for(needs), needs, environment)
 

@@ -110,7 +110,7 @@ def check_nodes(
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:
     """That of a check that another node hosts, or that of the job, which runs; and whether this node hosts it."""
-    listener = store_listener(config, network.endpoint, network.choice.address)
+    listener = store_listener(config, network.endpoint, network.address)
     hosts, rendezvous = listener is not None, config.rendezvous
     where = ", ".join(map(str, rendezvous.endpoints))
     show(f"this node hosts the store at {where}" if hosts else f"looking for the store at {where}")
@@ -141,20 +141,20 @@ class LocalNode:
         environ: Mapping[str, str],
     ) -> None:
         """`findings` are those of this node's own checks, `environ` is the workers'. Raises PortError."""
-        choice, software, self._environ = network.choice, machine.software, environ
+        software, self._environ = machine.software, environ
         self._sockets = contextlib.ExitStack()
         with self._sockets:  # closed, should the second one fail
             ports = config.port_range or 0
-            probes = self._sockets.enter_context(bind_listener(choice.address, ports, "check"))
+            probes = self._sockets.enter_context(bind_listener(network.address, ports, "check"))
             self._store = self._sockets.enter_context(
-                bind_listener(choice.address, ports, "all-reduce of a check")
+                bind_listener(network.address, ports, "all-reduce of a check")
             )
             self._sockets = self._sockets.pop_all()
         traits = {
-            "MTU": f"{choice.mtu}",
-            "link speed": f"{choice.speed_mbps} Mbit/s" if choice.speed_mbps else "",
-            "number of RDMA ports": f"{len(choice.rdma_ports)}",
-            "address family": choice.family,
+            "MTU": f"{network.mtu}",
+            "link speed": f"{network.speed_mbps} Mbit/s" if network.speed_mbps else "",
+            "number of RDMA ports": f"{len(network.rdma_ports)}",
+            "address family": network.family,
             "version of elastic-agent": __version__,
             "version of Python": platform.python_version(),
             "torch": software.torch or "none",
@@ -166,12 +166,12 @@ class LocalNode:
         self.facts = NodeFacts(
             node=name,
             life=uuid.uuid4().hex[:12],
-            address=choice.address,
+            address=network.address,
             port=probes.getsockname()[1],
             token=secrets.token_hex(32),
             store_port=self._store.getsockname()[1],
             machine=read("/proc/sys/kernel/random/boot_id").strip()[:64],
-            interface=choice.interface,
+            interface=network.interface,
             traits={trait: value[:64] for trait, value in traits.items() if value},
             findings=tuple(bad[:32]),
         )

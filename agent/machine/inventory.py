@@ -122,7 +122,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
 
 def needs_of(config: Config, machine: Machine) -> NodeNeeds:
     """What the checks of this node look at."""
-    choice = machine.network.choice if isinstance(machine.network, Network) else None
+    choice = machine.network if isinstance(machine.network, Network) else None
     memory = describe_folder(config.memory_checkpoints)
     logs = config.logs.given_directory
     return NodeNeeds(
@@ -169,7 +169,7 @@ def _device_facts(
 
 def _network_fact(network: Network | NotReady) -> str:
     if isinstance(network, Network):
-        return f"network: {network.choice}"
+        return f"network: {network}"
     return f"network: it would wait for {network.missing}: {network.advice}"
 
 

@@ -141,7 +141,7 @@ class NetworkRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkChoice:
+class Network:
     """The interface of this node's job and its address there; `reason` is the sentence for a person."""
 
     interface: str
@@ -151,6 +151,8 @@ class NetworkChoice:
     speed_mbps: int | None = None
     rdma_ports: tuple[str, ...] = ()
     """All ACTIVE ports of the node, not only this interface's."""
+    endpoint: Endpoint | None = None
+    """Of a store that another agent hosts, as an address; None: there is none."""
 
     @property
     def family(self) -> str:
@@ -172,7 +174,7 @@ class NotReady:
     advice: str
 
 
-def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
+def choose(wanted: NetworkRequest, here: HostNetwork) -> Network | NotReady:
     """Raises ConfigError for an address that this node does not have."""
     if wanted.address is not None:
         holder = _interface_of(wanted.address, here)
@@ -192,7 +194,7 @@ def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRead
     return _by_routes(wanted, here)
 
 
-def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
+def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> Network | NotReady:
     if wanted.towards is not None:
         route = _interface_of(here.routed, here)
         if route is None:
@@ -215,9 +217,7 @@ def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | Not
     )
 
 
-def _routed(
-    interface: Interface, source: str | None, reason: str, here: HostNetwork
-) -> NetworkChoice | NotReady:
+def _routed(interface: Interface, source: str | None, reason: str, here: HostNetwork) -> Network | NotReady:
     assert source is not None, "a route has a source address"
     ip = _ip(source)
     return _choice(interface, None if ip.is_link_local else ip, reason, here)
@@ -257,12 +257,12 @@ def _interface_of(source: str | None, here: HostNetwork) -> Interface | None:
     )
 
 
-def _loopback(address: str, reason: str, here: HostNetwork) -> NetworkChoice:
+def _loopback(address: str, reason: str, here: HostNetwork) -> Network:
     found = _interface_of(address, here) or Interface("lo", True, mtu=65536)
     return _chosen(found, _ip(address), reason, here)
 
 
-def _choice(interface: Interface, ip: IP | None, reason: str, here: HostNetwork) -> NetworkChoice | NotReady:
+def _choice(interface: Interface, ip: IP | None, reason: str, here: HostNetwork) -> Network | NotReady:
     if not interface.up:
         return NotReady(
             f"interface {interface.name} to come up ({reason})",
@@ -276,11 +276,9 @@ def _choice(interface: Interface, ip: IP | None, reason: str, here: HostNetwork)
     return _chosen(interface, ip, reason, here)
 
 
-def _chosen(interface: Interface, ip: IP, reason: str, here: HostNetwork) -> NetworkChoice:
+def _chosen(interface: Interface, ip: IP, reason: str, here: HostNetwork) -> Network:
     scope = f"%{interface.name}" if ip.version == 6 and ip.is_link_local else ""
-    return NetworkChoice(
-        interface.name, f"{ip}{scope}", reason, interface.mtu, interface.speed_mbps, here.rdma
-    )
+    return Network(interface.name, f"{ip}{scope}", reason, interface.mtu, interface.speed_mbps, here.rdma)
 
 
 def _ip(address: str) -> IP:
@@ -297,16 +295,16 @@ def _listed(interfaces: tuple[Interface, ...]) -> str:
     )
 
 
-def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
+def network_variables(network: Network) -> tuple[Variable, ...]:
     """The choice, for the workers' libraries. On loopback NCCL finds its way alone, as it does on one node;
     the others would look up the host's name, which takes its time where the name servers do not answer."""
-    reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
-    name = choice.interface
+    reason = f"the interface of {network.address}, this node's address: {network.reason}"
+    name = network.interface
     exact = (
         Variable(library, name, reason, by="network")
         for library in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     )
-    if is_loopback(choice.address):
+    if is_loopback(network.address):
         return tuple(exact)
     nccl = "NCCL_SOCKET_IFNAME"
     return (
@@ -315,8 +313,8 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
         # The interface that was chosen for NCCL may have no address of this family.
         Variable(
             "NCCL_SOCKET_FAMILY",
-            choice.family,
-            f"the family of {choice.address}; NCCL would take the first it finds",
+            network.family,
+            f"the family of {network.address}; NCCL would take the first it finds",
             by="network",
             aliases=(nccl,),
         ),
@@ -324,14 +322,6 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
 
 
 # --- Finding it, and waiting for it
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What was found. `endpoint` is that of a store which another agent hosts, as an address; None: there is none."""
-
-    choice: NetworkChoice
-    endpoint: Endpoint | None = None
 
 
 def discover_network(config: Config) -> Network | NotReady:
@@ -350,13 +340,13 @@ def discover_network(config: Config) -> Network | NotReady:
     except AddressError as error:
         unknown = error
     routed = source_address(wanted.towards) if wanted.towards is not None else None
-    choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
+    found = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
     if unknown is not None:
         advice = f"check --rdzv-endpoint, --local-addr (interfaces: {_listed(here)}), /etc/hosts and DNS on this node"
         return NotReady(f"a host name ({unknown})", advice)
-    if isinstance(choice, NotReady):
-        return choice
-    return Network(choice, _endpoint(config, addresses, choice))
+    if isinstance(found, NotReady):
+        return found
+    return replace(found, endpoint=_endpoint(config, addresses, found.address))
 
 
 def wait_for_network(config: Config, sleep: Callable[[float], None] = time.sleep) -> Network:
@@ -403,11 +393,11 @@ def _towards(addresses: list[str | None], given: int) -> str | None:
     return addresses[0] if addresses and None not in addresses and len(addresses) == given else None
 
 
-def _endpoint(config: Config, addresses: list[str | None], choice: NetworkChoice) -> Endpoint | None:
+def _endpoint(config: Config, addresses: list[str | None], own: str) -> Endpoint | None:
     if config.rendezvous.kind.host is None or not addresses:
         return None
     ((given,), (address,)) = config.rendezvous.endpoints, addresses
-    return Endpoint(choice.address if address is None else address, given.port)
+    return Endpoint(own if address is None else address, given.port)
 
 
 # --- Names, addresses and routes

@@ -169,7 +169,7 @@ def _wait_for_network(agent: Agent) -> None:
         found = unless_stopped(
             lambda: wait_for_network(config), agent.events, doing, turn, requeues=config.stop.requeues
         )
-    log.info("network: %s", found.choice)
+    log.info("network: %s", found)
     agent.network, agent.machine = found, replace(agent.machine, network=found)
 
 
@@ -229,7 +229,7 @@ def _claim(agent: Agent) -> None:
     memory = agent.memory = make_folder(agent.config.memory_checkpoints)
     if memory is not None:
         agent.ends.callback(memory.close)
-    network, address = agent.network, agent.network.choice.address
+    network, address = agent.network, agent.network.address
     listeners = agent.listeners = bind_all(agent.config, network.endpoint, address, copies=memory is not None)
     serves_at = listeners.memory.getsockname()[1] if listeners.memory is not None else None
     memory_address = str(Endpoint(address, serves_at)) if serves_at is not None else ""
@@ -318,7 +318,7 @@ def _find_store(agent: Agent) -> None:
 def _make_rendezvous(agent: Agent) -> None:
     """This node's part in it. Nothing of it runs yet."""
     policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
-    network, listeners = agent.network.choice, agent.listeners
+    network, listeners = agent.network, agent.listeners
     identity = NodeRecord(
         node=agent.name,
         incarnation=agent.incarnation,
@@ -426,7 +426,7 @@ def _make_loop(agent: Agent, processes: Processes) -> Loop:
         agent.config, agent.node, agent.participant, agent.observer, processes, agent.post, agent.clock
     )
     processes.links.start(supervisor)
-    config, address = agent.config, agent.network.choice.address
+    config, address = agent.config, agent.network.address
     port = OfferedPort(agent.listeners.workers, lambda: bind_for_workers(config, address))
     return Loop(agent, supervisor, port)
 

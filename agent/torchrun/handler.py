@@ -177,7 +177,7 @@ class EtcdV3Handler(RendezvousHandler):
         config = self._config
         rendezvous = config.rendezvous
         try:
-            address = wait_for_network(config).choice.address
+            address = wait_for_network(config).address
             store = self._connect()
             listener = bind_listener(address, 0, "master")
         except (CannotStart, PortError, StoreError) as error:

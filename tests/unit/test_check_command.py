@@ -19,7 +19,7 @@ from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
 from elastic_agent.agent.machine.inventory import Machine, needs_of
-from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
+from elastic_agent.agent.machine.network import Network, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.table import AT_JOIN, RECHECKS
 from tests.names import PEER_CHECKS
@@ -115,7 +115,7 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
         Inventory(gpus, 8),
         pinned,
         (),
-        Network(NetworkChoice("ib0", "10.0.0.1", "", rdma_ports=("mlx5_0:1",))),
+        Network("ib0", "10.0.0.1", "", rdma_ports=("mlx5_0:1",)),
     )
     config = Config(Command("script", "t.py"), NodeCounts(1, 4))
     assert needs_of(config, machine) == NodeNeeds(

@@ -23,7 +23,7 @@ from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
-from elastic_agent.agent.machine.network import Network, NetworkChoice
+from elastic_agent.agent.machine.network import Network
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs import (
     AllReduce,
@@ -259,7 +259,7 @@ def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: p
 
 
 def test_a_node_says_what_it_is_and_answers_until_it_is_closed() -> None:
-    network = Network(NetworkChoice("lo", "127.0.0.1", ""))
+    network = Network("lo", "127.0.0.1", "")
     config = Config(Command("script", "t.py"), NodeCounts(2, 2))
     findings = [Finding("open-files", Outcome.OK, "many"), Finding("gpu-ecc", Outcome.FAIL, "3", "reset it")]
     here = LocalNode("a", config, Machine(Inventory((), 2), (), (), network), network, findings, {})

@@ -20,11 +20,11 @@ from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
-from elastic_agent.agent.machine.network import Network, NetworkChoice
+from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main.assembly import Prepared
 from elastic_agent.cli import COMMANDS, bash_completion, help_text, main
 
-NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
+NETWORK = Network("lo", "127.0.0.1", "no other node can join")
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
 
 

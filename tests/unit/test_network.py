@@ -18,7 +18,7 @@ from elastic_agent.agent.machine.network import (
     MOST_LISTED,
     HostNetwork,
     Interface,
-    NetworkChoice,
+    Network,
     NetworkRequest,
     NotReady,
     choose,
@@ -86,7 +86,7 @@ def test_the_choice(
     wanted: NetworkRequest, routed: str | None, default: str | None, expected: tuple[str, str]
 ) -> None:
     choice = choose(wanted, HostNetwork(HOST, routed, default))
-    assert isinstance(choice, NetworkChoice), choice
+    assert isinstance(choice, Network), choice
     assert (choice.interface, choice.address) == expected
     assert choice.reason
 
@@ -96,7 +96,7 @@ def test_without_a_default_route_no_tunnel_is_taken_for_the_fastest() -> None:
         an_interface(name, "10.8.0.1/24", speed=10_000) for name in ("wg0", "tun0", "ztabc", "gre1")
     )
     choice = choose(SEVERAL, HostNetwork((LO, *tunnels, OFFICE)))
-    assert isinstance(choice, NetworkChoice), choice
+    assert isinstance(choice, Network), choice
     assert choice.interface == OFFICE.name
     assert isinstance(choose(SEVERAL, HostNetwork((LO, *tunnels))), NotReady)
 
@@ -105,7 +105,7 @@ def test_the_choice_carries_what_is_known_of_the_interface_and_all_rdma_ports_of
     ports = ("mlx5_0:1", "mlx5_1:2")
     fast = replace(FABRIC, mtu=9000)
     choice = choose(TO_FABRIC, HostNetwork((LO, fast), "10.1.0.1", rdma=ports))
-    assert isinstance(choice, NetworkChoice)
+    assert isinstance(choice, Network)
     assert (choice.mtu, choice.speed_mbps, choice.rdma_ports) == (9000, 100_000, ("mlx5_0:1", "mlx5_1:2"))
     assert str(choice) == (
         "eth1, 10.1.0.1 (MTU 9000, 100000 Mbit/s, RDMA ports: mlx5_0:1, mlx5_1:2): "
@@ -166,30 +166,30 @@ def test_a_host_with_many_interfaces_is_not_listed_to_the_end() -> None:
     assert f"and {len(many) - MOST_LISTED} more" in str(caught.value)
 
 
-def variables(choice: NetworkChoice, **inherited: str) -> dict[str, str]:
+def variables(choice: Network, **inherited: str) -> dict[str, str]:
     return compose(inherited, network_variables(choice))
 
 
 def test_every_library_gets_the_one_choice() -> None:
-    assert variables(NetworkChoice("eth1", "10.1.0.1", "why")) == {
+    assert variables(Network("eth1", "10.1.0.1", "why")) == {
         "NCCL_SOCKET_IFNAME": "=eth1",
         "NCCL_SOCKET_FAMILY": "AF_INET",
         "GLOO_SOCKET_IFNAME": "eth1",
         "TP_SOCKET_IFNAME": "eth1",
     }
-    assert variables(NetworkChoice("eth2", "fd02::1", "why"))["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert variables(Network("eth2", "fd02::1", "why"))["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
 def test_on_loopback_nccl_is_left_alone() -> None:
     expected = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    assert variables(NetworkChoice("lo", "127.0.0.1", "why")) == expected
+    assert variables(Network("lo", "127.0.0.1", "why")) == expected
 
 
 def test_the_users_own_values_win_and_no_family_is_put_beside_their_interface() -> None:
     own = {"NCCL_SOCKET_IFNAME": "^docker", "GLOO_SOCKET_IFNAME": "eth9"}
-    assert variables(NetworkChoice("eth1", "10.1.0.1", "why"), **own) == own | {"TP_SOCKET_IFNAME": "eth1"}
+    assert variables(Network("eth1", "10.1.0.1", "why"), **own) == own | {"TP_SOCKET_IFNAME": "eth1"}
     family = {"NCCL_SOCKET_FAMILY": "AF_INET6"}
-    assert variables(NetworkChoice("eth1", "10.1.0.1", "why"), **family)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert variables(Network("eth1", "10.1.0.1", "why"), **family)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
 
 
 # --- Where others find what listens here

@@ -105,7 +105,7 @@ def test_where_other_nodes_reach_this_one_and_where_its_store_is(
 ) -> None:
     found = discover_network(config)
     assert isinstance(found, Network), found
-    assert found.choice.address == address
+    assert found.address == address
     assert found.endpoint == (None if endpoint is None else Endpoint(endpoint, 1))
 
 
@@ -135,7 +135,7 @@ def test_without_netlink_a_single_node_trains_and_several_wait_for_an_interface(
     monkeypatch.setattr(network_discovery, "interfaces", lambda: ())
     found = discover_network(a_config("memory"))
     assert isinstance(found, Network)
-    assert found.choice.address == "127.0.0.1"
+    assert found.address == "127.0.0.1"
     several = discover_network(a_config("c10d", "etcd1"))
     assert isinstance(several, NotReady)
     assert "no interface at all" in several.missing
@@ -160,7 +160,7 @@ def test_what_comes_up_in_time_is_taken_and_said_once(
     monkeypatch.setattr(network_discovery, "interfaces", lambda: next(looks))
     with caplog.at_level(logging.INFO):
         found = wait_for_network(a_config("c10d", "etcd2", local_addr="eth1"), clock.append)
-    assert found.choice.interface == "eth1"
+    assert found.interface == "eth1"
     assert sum(clock) == 5.0
     (line,) = caplog.messages
     assert line.startswith("waiting up to 30 s (--join-timeout) for interface eth1 to come up")
