@@ -159,16 +159,9 @@ class Document(Generic[_T]):
 
     def decode(self, text: str) -> _T:
         """Raises Invalid, never anything else."""
-        return self.unpack(self.load(text))
-
-    def load(self, text: str) -> dict[str, Any]:
-        """The object, of any version. Raises Invalid."""
         if len(text) > self.most_chars:
             raise Invalid(f"text of {len(text)} characters, at most {self.most_chars} are read")
-        return load_object(text, "text")
-
-    def unpack(self, body: dict[str, Any]) -> _T:
-        """Raises Invalid."""
+        body = load_object(text, "text")
         _take_version(body, "text", self._version, self._version_key)
         return _made(self._kind, body, strict=False)
 

@@ -58,13 +58,11 @@ NAMES = {
 STEPS_TELL = (PRODUCTIVE, REDONE, SAVING)
 """What is known of a job that reports steps alone."""
 
-MOST_RECOVERIES = 10
-"""Only the slowest recoveries are listed."""
 _SLOW = "slow"
 """The cause of the event when a rank becomes a straggler; when it recovers, the event has another cause."""
 _START = "start"
 """The cause of the first world."""
-_KEPT = (Kind.WORLD, Kind.FAILURE, Kind.EXCLUSION, Kind.STRAGGLER, Kind.RECOVERY, Kind.JOB_ENDED)
+_KEPT = (Kind.WORLD, Kind.FAILURE, Kind.EXCLUSION, Kind.STRAGGLER, Kind.JOB_ENDED)
 
 Trouble = tuple[str, str]
 """A cause, and the node that it is put down to; empty: none."""
@@ -99,9 +97,6 @@ class Report:
     troubles: Mapping[Trouble, int]
     """Why generations ended, nodes were excluded and ranks were slow, and how often each was so, the most frequent
     first. Each counts once, however many nodes noted it."""
-    recoveries: tuple[JobEvent, ...]
-    """How long training stood still before a generation, on the node that took longest, and for which cause: the
-    slowest, at most MOST_RECOVERIES."""
 
     @property
     def wall_s(self) -> float:
@@ -146,7 +141,6 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report | None
         len(nodes),
         len(worlds),
         _troubles(worlds, events),
-        _recoveries(worlds, events),
     )
 
 
@@ -254,21 +248,6 @@ def _troubles(worlds: Mapping[int, JobEvent], events: Iterable[JobEvent]) -> Map
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def duration_s(recovery: JobEvent) -> float:
-    return sum(recovery.seconds.get(phase, 0.0) for phase in RESTARTING)
-
-
-def _recoveries(worlds: Mapping[int, JobEvent], events: Iterable[JobEvent]) -> tuple[JobEvent, ...]:
-    longest: dict[int, JobEvent] = {}
-    for event in events:
-        known = longest.get(event.generation)
-        if event.kind is Kind.RECOVERY and (known is None or duration_s(event) > duration_s(known)):
-            cause = worlds.get(event.generation, event).cause
-            longest[event.generation] = replace(event, cause=cause)
-    slowest = sorted(longest.values(), key=lambda one: (-duration_s(one), one.generation))
-    return tuple(slowest[:MOST_RECOVERIES])
-
-
 # --- What is shown
 
 
@@ -286,9 +265,6 @@ def lines(report: Report) -> Iterator[str]:
         yield ""
         rows = [(cause, node or "-", str(times)) for (cause, node), times in report.troubles.items()]
         yield from columns([("WHAT HAPPENED", "NODE", "TIMES"), *rows])
-    if report.recoveries:
-        yield ""
-        yield from _slowest(report)
 
 
 def _hours(report: Report) -> Iterator[str]:
@@ -307,25 +283,7 @@ def _hours(report: Report) -> Iterator[str]:
     yield row("wall-clock", report.wall_s)
 
 
-def _slowest(report: Report) -> Iterator[str]:
-    phases = [use for use in RESTARTING if any(use in one.seconds for one in report.recoveries)]
-    heads = ("SLOWEST RECOVERIES", "CAUSE", "NODE", "SECONDS", *(NAMES[use].upper() for use in phases))
-    rows = [
-        (
-            f"generation {one.generation}",
-            one.cause,
-            one.node,
-            f"{duration_s(one):.2f}",
-            *(f"{one.seconds[use]:.2f}" if use in one.seconds else "-" for use in phases),
-        )
-        for one in report.recoveries
-    ]
-    yield from columns([heads, *rows])
-    if report.ettr is None:
-        yield "  the seconds are those until the scripts had begun again: no steps were reported"
-
-
-SCHEMA = 3
+SCHEMA = 4
 """The version of the JSON document."""
 
 
@@ -346,11 +304,6 @@ def document(report: Report) -> dict[str, object]:
         "generations": report.generations,
         "troubles": [
             {"cause": cause, "node": node, "times": times} for (cause, node), times in report.troubles.items()
-        ],
-        "slowest_recoveries": [
-            {"generation": one.generation, "at": one.at, "cause": one.cause, "node": one.node}
-            | {"seconds": round(duration_s(one), 4), "phases": one.seconds}
-            for one in report.recoveries
         ],
     }
 

@@ -21,7 +21,6 @@ from elastic_agent.agent.commands.report import (
     Report,
     Stretch,
     document,
-    duration_s,
     job_seconds,
     lines,
     report_of,
@@ -137,9 +136,6 @@ def test_the_seconds_of_one_node_are_those_of_the_job_until_its_end() -> None:
     assert (found.result, found.began_at) == ("succeeded", EPOCH)
     assert (found.nodes, found.generations) == (1, 2)
     assert found.troubles == {("killed", "a"): 1}
-    [recovery] = found.recoveries
-    assert (recovery.generation, recovery.node, recovery.cause) == (2, "a", "killed")
-    assert duration_s(recovery) == 9.0
 
 
 def test_a_second_of_the_job_is_one_second_however_many_nodes_it_has() -> None:
@@ -260,21 +256,6 @@ def test_a_failure_that_ended_the_job_is_a_cause_like_the_others() -> None:
     assert report(a).troubles == {("disk_full", "a"): 1, ("killed", "a"): 1}
 
 
-def test_the_slowest_recovery_is_that_of_the_slowest_node() -> None:
-    journals = []
-    for name, slower in (("a", 0.0), ("b", 2.0)):
-        node = Journal(name)
-        node.begin(0.0)
-        node.spend(productive=1.0)
-        for generation in range(2, 20):
-            phases = {"stop": 1.0, "load": generation + slower}
-            node.note(Kind.RECOVERY, generation, cause="process", seconds=phases)
-        journals.append(node)
-    found = report(*journals).recoveries
-    assert [(one.generation, one.node) for one in found] == [(number, "b") for number in range(19, 9, -1)]
-    assert found[0].seconds == {"stop": 1.0, "load": 21.0}
-
-
 def test_what_lies_between_two_accounts_is_mixed_but_for_what_came_before_the_world() -> None:
     a = Journal("a")
     a.begin(0.0)
@@ -310,7 +291,6 @@ def test_without_steps_the_ratio_is_not_known() -> None:
     a = Journal("a")
     a.begin(0.0)
     a.spend(start=0.5, init=6.0, load=1.0, first_step=3.0, stop=1.0)
-    a.note(Kind.RECOVERY, 2, cause="process", seconds={"stop": 1.0, "rendezvous": 0.5})
     found = report(a)
     assert found.ettr is None
     assert shown(found) == {"start": 0.5, "running": 10.0, "stop": 1.0}
@@ -319,7 +299,6 @@ def test_without_steps_the_ratio_is_not_known() -> None:
     assert rows["running (no steps reported)"] == f"{10 / 11.5:.1%}"
     assert {rows[name] for name in ("productive", "done again", "saving")} == {"unknown"}
     assert cast(dict[str, object], document(found)["seconds"])["productive"] is None
-    assert "until the scripts had begun again: no steps were reported" in "\n".join(lines(found))
     assert "ETTR unknown: no steps were reported" in "\n".join(lines(found))
     assert document(found)["ettr"] is None
 
@@ -347,10 +326,7 @@ ETTR 0.8108: productive time / wall-clock time
   wall-clock                    2 min 28 s   100.0%
 
 WHAT HAPPENED  NODE  TIMES
-killed         a     1
-
-SLOWEST RECOVERIES  CAUSE   NODE  SECONDS  DETECT  STOP  RENDEZVOUS  START  INIT  LOAD  FIRST STEP
-generation 2        killed  a     9.00     0.50    1.00  0.50        1.00   3.00  2.00  1.00"""
+killed         a     1"""
     )
 
 

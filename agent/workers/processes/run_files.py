@@ -138,6 +138,6 @@ def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
                 return None
             if of_file.st_uid != of_folder.st_uid or (owners and of_file.st_uid not in owners):
                 return None
-            return _FILE.unpack(_FILE.load(os.read(file, _MOST_BYTES + 1).decode(errors="replace")))
+            return _FILE.decode(os.read(file, _MOST_BYTES + 1).decode(errors="replace"))
     except (OSError, Invalid):
         return None
