@@ -26,10 +26,9 @@ from ..agent.common.events import Event, Signalled, ThreadFailed, run_next, unle
 from ..agent.common.exits import ENDINGS, CannotStart, ExitCode, code_of_leave
 from ..agent.common.folders import make_own
 from ..agent.common.ports import PortError
-from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
+from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, CheckMode, Config
 from ..agent.configuration.derive import Resolved
 from ..agent.configuration.rendezvous import ENDPOINT
-from ..agent.configuration.values import CheckMode
 from ..agent.machine.devices import probe
 from ..agent.machine.network import Network, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.process import ServiceManager, catch_signals, log_to, take_environment, thread_failed

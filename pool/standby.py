@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __file__ as _package
 from ..agent.common.events import ThreadFailed, run_next
 from ..agent.common.exits import ExitCode
-from ..agent.configuration.values import STORES
+from ..agent.configuration.rendezvous import STORES
 from ..agent.workers.processes.imported import obstacle
 from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock

@@ -25,8 +25,7 @@ from ..common.exits import ExitCode
 from ..configuration.config import Config
 from ..configuration.derive import resolve
 from ..configuration.load import Settings
-from ..configuration.parse import Group, Option, Source, duration, whole_number
-from ..configuration.values import NodeCounts
+from ..configuration.parse import Group, NodeCounts, Option, Source, duration, whole_number
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
 from .check_nodes import check_meeting_place, check_nodes

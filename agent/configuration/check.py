@@ -26,9 +26,10 @@ from .config import (
     Problem,
 )
 from .load import Setting, Settings
-from .parse import MOST_NODES, Option
+from .parse import MOST_NODES, Option, in_words
 from .rendezvous import (
     BACKEND,
+    CLUSTERS,
     ENDPOINT,
     ETCD_CA,
     ETCD_CERT,
@@ -42,8 +43,9 @@ from .rendezvous import (
     LAST_CALL,
     LEASE_TTL,
     POOL,
+    SHARED,
+    STORES,
 )
-from .values import CLUSTERS, SHARED, STORES, in_words
 
 _NEEDED_WITH: tuple[tuple[Option[Any], Option[Any], str], ...] = (
     (ETCD_KEY, ETCD_CERT, "add --etcd-cert FILE"),

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
-from ...rendezvous.records import Endpoint
+from ...rendezvous.records import Action, Endpoint
 from ..common.exits import ExitCode
 from ..common.ports import PortRange
 from .parse import (
@@ -26,10 +27,14 @@ from .parse import (
     PATH,
     ROLE_NAME,
     TEXT,
+    Affinity,
     Group,
+    NodeCounts,
     Option,
     Parser,
     Source,
+    Streams,
+    WorkerCount,
     one_of,
     read_affinity,
     read_conf,
@@ -54,18 +59,14 @@ from .stopping import (
     StopConfig,
     TimeoutConfig,
 )
-from .values import (
-    Affinity,
-    CheckMode,
-    Command,
-    DevicePinning,
-    LogFormat,
-    NodeCounts,
-    Shell,
-    Streams,
-    UserCause,
-    WorkerCount,
-)
+
+CheckMode = Literal["fail", "warn", "off"]
+"""What the checks before a join are for: fail keeps this node out, warn writes into the log."""
+CommandKind = Literal["script", "run-path", "module", "binary"]
+"""run-path: a script that `run_script` runs."""
+DevicePinning = Literal["index", "mask", "none"]
+LogFormat = Literal["text", "json"]
+Shell = Literal["bash"]
 
 LOGS = Group("Logs")
 NO_FILES = Path(os.devnull)
@@ -325,6 +326,42 @@ RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
 OPTIONS = tuple(chain.from_iterable(GROUPS))
 
 TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only one of them
+
+
+@dataclass(frozen=True, slots=True)
+class UserCause:
+    """A row `[[cause]]` of the configuration file: a cause of the user's own, or a change of a built-in one."""
+
+    name: str
+    contains: str = ""
+    """A text that is in a line of the exception, or in one of the last lines. Empty: none."""
+    action: Action | None = None
+    """None: the action of the built-in cause."""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The keys and values of the row in the file."""
+        action = self.action.value if self.action is not None else ""
+        parts = {"name": self.name, "contains": self.contains, "action": action}
+        return {key: text for key, text in parts.items() if text}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What every worker runs. `target` is a path, a module name or a program, by `kind`."""
+
+    kind: CommandKind
+    target: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def started(self) -> Command:
+        """What Python is started with, if it is Python."""
+        return (
+            Command("module", "elastic_agent.run_script", (self.target, *self.args))
+            if self.kind == "run-path"
+            else self
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,18 @@ from .config import (
     RUN_PATH,
     SCRIPT,
     TARGETS,
+    Command,
+    CommandKind,
     Config,
     ConfigError,
     Problem,
 )
 from .load import TARGET_SWITCHES, Setting, Settings, read_environ, read_file
-from .parse import Option, StoreAddress
+from .parse import NodeCounts, Option
 from .rendezvous import (
+    ALONE,
     BACKEND,
+    DEFAULT,
     DEFAULT_POOL,
     ENDPOINT,
     ETCD_OPTIONS,
@@ -56,11 +60,12 @@ from .rendezvous import (
     STANDALONE,
     STATIC_HOST,
     STATIC_PORT,
+    STORES,
     EtcdConfig,
     RendezvousConfig,
+    StoreAddress,
 )
 from .stopping import STOP_GRACE, StopConfig, longest_grace_s
-from .values import ALONE, DEFAULT, STORES, Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
 

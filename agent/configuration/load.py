@@ -35,10 +35,10 @@ from .config import (
     SCRIPT,
     TARGETS,
     Problem,
+    UserCause,
 )
-from .parse import Option, Source
+from .parse import NodeCounts, Option, Source
 from .stopping import STOP_GRACE
-from .values import BUILT_IN_CAUSES, NodeCounts, UserCause
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -412,6 +412,16 @@ def _toml_text(option: Option[object], value: object) -> str | None:
 KEY = "cause"
 MOST_ROWS = 32
 MOST_TEXT = 500
+
+BUILT_IN_CAUSES = frozenset(
+    (
+        *("gpu_fault", "host_out_of_memory", "refused", "port", "gpu_missing"),
+        *("import_error", "script_error"),
+        *("cuda_out_of_memory", "connection_lost", "cuda_error", "nccl", "disk_full", "command"),
+        *("exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
+    )
+)
+"""The names of `agent/workers/causes.py`, which a row of the file may change."""
 
 _ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
 """A script can print any text, so none of it excludes a node."""

@@ -18,27 +18,70 @@ import os
 import re
 import signal
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Flag
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from ...rendezvous.records import Endpoint
 from ..common.ports import PortError, PortRange
-from .values import (
-    MASK,
-    STORES,
-    Affinity,
-    NodeCounts,
-    NoticeSource,
-    Streams,
-    WorkerCount,
-    in_words,
-)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+Affinity = Literal["none", "numa", "cores"]
+WorkerCount = int | Literal["auto", "gpu", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCounts:
+    """A world has at least `min` and at most `max` nodes, 1 <= min <= max."""
+
+    min: int
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Some of the standard streams of a node's workers: each set is 1 for stdout, 2 for stderr, 3 for both or 0."""
+
+    default: int = 0
+    by_local_rank: tuple[tuple[int, int], ...] = ()
+    """In the place of `default`."""
+
+    def of(self, local_rank: int) -> int:
+        return dict(self.by_local_rank).get(local_rank, self.default)
+
+    def of_any(self, streams: int) -> bool:
+        """Some worker's set has one of these."""
+        sets = (self.default, *(each for _, each in self.by_local_rank))
+        return any(each & streams for each in sets)
+
+    def __str__(self) -> str:
+        return ",".join(f"{rank}:{streams}" for rank, streams in self.by_local_rank) or str(self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSource:
+    """Where a notice that this machine goes away comes from."""
+
+    kind: Literal["auto", "aws", "gcp", "azure", "file", "off"]
+    path: str = ""
+    """Of the file."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.path}" if self.path else self.kind
+
+
+def in_words(kinds: Iterable[object]) -> str:
+    """
+    >>> in_words(["c10d", "etcd", "memory"])
+    'c10d, etcd or memory'
+    """
+    *others, last = map(str, kinds)
+    return f"{', '.join(others)} or {last}" if others else last
+
 
 MOST_NODES = 4096
 MOST_WORKERS = 4096
@@ -60,7 +103,7 @@ class Parser(Generic[T_co]):
     metavar: str = ""
 
 
-def _matched(pattern: str, text: str, advice: str = "") -> re.Match[str]:
+def matched(pattern: str, text: str, advice: str = "") -> re.Match[str]:
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(advice)
@@ -83,7 +126,7 @@ _UNIT_S = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def duration(least_s: float) -> Parser[float]:
     def parse(text: str) -> float:
-        match = _matched(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
+        match = matched(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}) ?(ms|s|m|h)?", text)
         value_s = float(match[1]) * _UNIT_S[match[2] or ""]
         if not least_s <= value_s <= WEEK_S:
             raise ValueError
@@ -102,7 +145,7 @@ _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 def _read_size(text: str) -> int:
     if text == "off":
         return 0
-    match = _matched(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
+    match = matched(r"([0-9]{1,16}(?:\.[0-9]{0,3})?) ?(KiB|MiB|GiB|TiB)?", text)
     size = float(match[1]) * _UNIT_BYTES[match[2] or ""]
     if not 0 <= size < 2**60:
         raise ValueError
@@ -119,16 +162,11 @@ def read_text(text: str) -> str:
 
 
 def _matching(pattern: str) -> Callable[[str], str]:
-    return lambda text: _matched(pattern, text)[0]
-
-
-def read_job_id(text: str) -> str | None:
-    # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
-    return None if text == "none" else IDENTIFIER.parse(text)
+    return lambda text: matched(pattern, text)[0]
 
 
 def _yes_or_no(text: str) -> bool:
-    return _matched("true|1|yes|(false|0|no)", text.lower())[1] is None
+    return matched("true|1|yes|(false|0|no)", text.lower())[1] is None
 
 
 def read_node_counts(text: str) -> NodeCounts:
@@ -175,15 +213,6 @@ def read_preload(text: str) -> tuple[str, ...]:
     return words
 
 
-def read_backend(text: str) -> str:
-    for kind in STORES.values():
-        if text in (kind.name, *kind.aliases):
-            return kind.name
-    if text == "etcd-v2":
-        raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
-    raise ValueError
-
-
 def read_host(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text) else _ipv6(text)
 
@@ -197,7 +226,7 @@ def _ipv6(text: str) -> str:
 
 
 def read_endpoint(text: str) -> Endpoint:
-    host, port = _host_and_port(text)
+    host, port = host_and_port(text)
     return Endpoint(host, port or 0)
 
 
@@ -210,84 +239,27 @@ def _read_listen_address(text: str) -> Endpoint:
     return found
 
 
-def _host_and_port(text: str) -> tuple[str, int | None]:
+def host_and_port(text: str) -> tuple[str, int | None]:
     if not text:
         raise ValueError("a host is missing")
     host = r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([^:\[\]]*))?"
-    match = _matched(host, text, "write an IPv6 address in brackets: [::1]:29400")
+    match = matched(host, text, "write an IPv6 address in brackets: [::1]:29400")
     if match[3] is not None and (not re.fullmatch("[0-9]{1,5}", match[3]) or int(match[3]) > 65535):
         raise ValueError("write a number from 0 to 65535 as the port")
     port = None if match[3] is None else int(match[3])
     return _ipv6(match[1]) if match[1] else read_host(match[2]), port
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """The value of --rdzv-endpoint: hosts with a port where one was written; the URL form names the backend, too."""
-
-    hosts: tuple[tuple[str, int | None], ...]
-    backend: str | None = None
-    prefix: str | None = None
-    folder: Path | None = None
-    """On this machine, in place of hosts."""
-
-    def with_ports(self, default: int) -> StoreAddress:
-        return replace(
-            self, hosts=tuple((host, default if port is None else port) for host, port in self.hosts)
-        )
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Once every host has its port."""
-        return tuple(Endpoint(host, port) for host, port in self.hosts if port is not None)
-
-    def __str__(self) -> str:
-        scheme = f"{self.backend}://" if self.backend else ""
-        if self.folder is not None:
-            return f"{scheme}{self.folder}"
-        return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
-
-
-def _read_store_address(text: str) -> StoreAddress:
-    before, url, after = text.partition("://")
-    if url and before in STORES and STORES[before].of_one_machine:
-        if not os.path.isabs(after):
-            raise ValueError(f"write the whole path of a folder, from / on: {before}:///FOLDER")
-        return StoreAddress((), before, folder=Path(os.path.normpath(after)))
-    if "@" in text:
-        raise ValueError(
-            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE"
-        )
-    if url and (before not in STORES or not STORES[before].cluster):
-        raise ValueError(
-            "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
-        )
-    hosts, slash, path = (after if url else text).partition("/")
-    if (slash and not url) or (path and not re.fullmatch(_PREFIX, path)):
-        names = f"up to 8 names between slashes, each of {IDENTIFIER.expects}"
-        raise ValueError(f"only etcd://HOST:PORT,.../PREFIX has a prefix of its keys, of {names}")
-    places = tuple(_host_and_port(host) for host in hosts.split(","))
-    return StoreAddress(places, before if url else None, f"/{path.rstrip('/')}" if path else None)
-
-
-_PREFIX = r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?"
-
-
-def _without_credentials(text: str) -> str:
-    """Leaves out all of a URL that may hold a password, before an @ or in a query: no rule finds just the password."""
-    return MASK if re.search(r"[@?#]", text) else text
-
-
 def read_streams(text: str) -> Streams:
     if re.fullmatch("[0-3]", text):
         return Streams(int(text))
-    pairs = [_matched("([0-9]{1,4}):([0-3])", part) for part in text.split(",")]
+    pairs = [matched("([0-9]{1,4}):([0-3])", part) for part in text.split(",")]
     by_local_rank = {int(pair[1]): int(pair[2]) for pair in pairs}
     return Streams(by_local_rank=tuple(sorted(by_local_rank.items())))
 
 
 def read_local_ranks(text: str) -> tuple[int, ...]:
-    return tuple(sorted({int(_matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
+    return tuple(sorted({int(matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
 
 
 def read_log_level(text: str) -> int:
@@ -326,7 +298,7 @@ def read_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def read_notice(text: str) -> NoticeSource:
-    match = _matched(r"(auto|aws|gcp|azure|off)|(file):([^\0]+)", text)
+    match = matched(r"(auto|aws|gcp|azure|off)|(file):([^\0]+)", text)
     kind, path = match[1] or match[2], match[3] or ""
     if path and not os.path.isabs(path):
         raise ValueError("write the whole path, from / on")
@@ -365,12 +337,6 @@ ROLE_NAME = Parser(
     '1 to 64 printable ASCII characters but no " and \\', _matching(r"[ !#-\[\]-~]{1,64}"), metavar="NAME"
 )
 PATH = Parser(TEXT.expects, lambda text: Path(read_text(text)), metavar="PATH")
-STORE_ADDRESS = Parser(
-    "HOST[:PORT], etcd://HOST:PORT,.../PREFIX or local:///FOLDER",
-    _read_store_address,
-    _without_credentials,
-    "HOST[:PORT],...",
-)
 LISTEN_ADDRESS = Parser(
     "an IP address or address:port, port 0 to 65535 (default 0)",
     _read_listen_address,

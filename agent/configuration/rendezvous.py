@@ -1,30 +1,128 @@
-"""Where the nodes of one job meet: the options of the rendezvous and of its stores."""
+"""Where the nodes of one job meet: the kinds of stores, and the options of the rendezvous and of its stores.
+
+A new kind of store is a folder in `rendezvous`, and a name in `STORES`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...rendezvous.c10d.kind import C10D
 from ...rendezvous.etcd.access import PREFIX
+from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.local.kind import LOCAL
 from ...rendezvous.records import Endpoint
+from ...rendezvous.store.memory import MEMORY
 from ...rendezvous.store.store_kind import StoreKind
 from .parse import (
     IDENTIFIER,
     MOST_NODES,
     PATH,
-    STORE_ADDRESS,
     USER,
     Group,
     Option,
     Parser,
-    StoreAddress,
     duration,
-    read_backend,
+    host_and_port,
+    in_words,
     read_host,
-    read_job_id,
     whole_number,
 )
-from .values import ALONE, DEFAULT, STORES, in_words
+
+STORES = {kind.name: kind for kind in (C10D, ETCD, LOCAL, MEMORY)}
+
+ALONE = MEMORY
+"""Of a node that no other one can join, where none is chosen."""
+
+DEFAULT = C10D
+"""Where others can join."""
+
+SHARED = tuple(kind for kind in STORES.values() if kind.port is not None)
+"""Nodes of several machines can meet there."""
+
+CLUSTERS = tuple(kind for kind in STORES.values() if kind.cluster)
+
+
+def read_backend(text: str) -> str:
+    for kind in STORES.values():
+        if text in (kind.name, *kind.aliases):
+            return kind.name
+    if text == "etcd-v2":
+        raise ValueError("etcd 3.6 has removed that interface; use etcd, which speaks version 3")
+    raise ValueError
+
+
+def read_job_id(text: str) -> str | None:
+    # "none" is torchrun's default, found in scripts that never chose an id: jobs would meet by accident.
+    return None if text == "none" else IDENTIFIER.parse(text)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """The value of --rdzv-endpoint: hosts with a port where one was written; the URL form names the backend, too."""
+
+    hosts: tuple[tuple[str, int | None], ...]
+    backend: str | None = None
+    prefix: str | None = None
+    folder: Path | None = None
+    """On this machine, in place of hosts."""
+
+    def with_ports(self, default: int) -> StoreAddress:
+        return replace(
+            self, hosts=tuple((host, default if port is None else port) for host, port in self.hosts)
+        )
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Once every host has its port."""
+        return tuple(Endpoint(host, port) for host, port in self.hosts if port is not None)
+
+    def __str__(self) -> str:
+        scheme = f"{self.backend}://" if self.backend else ""
+        if self.folder is not None:
+            return f"{scheme}{self.folder}"
+        return f"{scheme}{','.join(map(str, self.endpoints))}{self.prefix or ''}"
+
+
+def _read_store_address(text: str) -> StoreAddress:
+    before, url, after = text.partition("://")
+    if url and before in STORES and STORES[before].of_one_machine:
+        if not os.path.isabs(after):
+            raise ValueError(f"write the whole path of a folder, from / on: {before}:///FOLDER")
+        return StoreAddress((), before, folder=Path(os.path.normpath(after)))
+    if "@" in text:
+        raise ValueError(
+            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE"
+        )
+    if url and (before not in STORES or not STORES[before].cluster):
+        raise ValueError(
+            "write HOST:PORT,... or etcd://HOST:PORT,...; TLS is used when --etcd-ca FILE is given"
+        )
+    hosts, slash, path = (after if url else text).partition("/")
+    if (slash and not url) or (path and not re.fullmatch(_PREFIX, path)):
+        names = f"up to 8 names between slashes, each of {IDENTIFIER.expects}"
+        raise ValueError(f"only etcd://HOST:PORT,.../PREFIX has a prefix of its keys, of {names}")
+    places = tuple(host_and_port(host) for host in hosts.split(","))
+    return StoreAddress(places, before if url else None, f"/{path.rstrip('/')}" if path else None)
+
+
+_PREFIX = r"[A-Za-z0-9._-]{1,64}(/[A-Za-z0-9._-]{1,64}){0,7}/?"
+
+
+def _without_credentials(text: str) -> str:
+    """Leaves out all of a URL that may hold a password, before an @ or in a query: no rule finds just the password."""
+    return "***" if re.search(r"[@?#]", text) else text
+
+
+STORE_ADDRESS = Parser(
+    "HOST[:PORT], etcd://HOST:PORT,.../PREFIX or local:///FOLDER",
+    _read_store_address,
+    _without_credentials,
+    "HOST[:PORT],...",
+)
 
 DEFAULT_POOL = "pool"
 LOCAL_POOL = ("127.0.0.1", 29401)

@@ -15,6 +15,7 @@ from .parse import (
     MOST_REPLICAS,
     SIZE,
     Group,
+    NoticeSource,
     Option,
     Parser,
     duration,
@@ -25,7 +26,6 @@ from .parse import (
     whole_number,
 )
 from .rendezvous import SLURM
-from .values import NoticeSource
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(

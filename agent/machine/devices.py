@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..common.variables import Variable
-from ..configuration.config import ConfigError, Problem
-from ..configuration.values import Affinity, DevicePinning, WorkerCount
+from ..configuration.config import ConfigError, DevicePinning, Problem
+from ..configuration.parse import Affinity, WorkerCount
 from ..workers.processes.helper import job_python
 from ..workers.processes.proc import read
 

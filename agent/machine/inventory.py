@@ -24,10 +24,9 @@ from typing import TypeVar
 from ...health.checks.finding import NodeNeeds
 from ..checkpoints.folder import SHARED_MEMORY, describe_folder
 from ..common.variables import Variable, settle
-from ..configuration.config import Config, ConfigError, Problem
+from ..configuration.config import Command, Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
-from ..configuration.values import Command
 from ..workers.processes.helper import job_python
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from .devices import (

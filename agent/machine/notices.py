@@ -32,7 +32,7 @@ from ...rendezvous.records import Endpoint
 from ...threads import Thread
 from ..common.events import Event
 from ..common.http_client import NoAnswer, Reply, request
-from ..configuration.values import NoticeSource
+from ..configuration.parse import NoticeSource
 from ..workers.processes.proc import read
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from ...health.checks.finding import Finding
 from ...health.checks.runner import BackgroundChecks, CheckRun, failed
 from ...rendezvous.node.participant import Participant
 from ..common.events import Event
-from ..configuration.config import CHECK
-from ..configuration.values import CheckMode
+from ..configuration.config import CHECK, CheckMode
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own, own_name
 from ..common.ports import PortError, bind_listener
-from ..configuration.config import Config
+from ..configuration.config import Command, Config
 from ..configuration.rendezvous import (
     BACKEND,
     ENDPOINT,
@@ -44,7 +44,6 @@ from ..configuration.rendezvous import (
     RendezvousConfig,
 )
 from ..configuration.stopping import drain_timeout_s
-from ..configuration.values import Command
 from ..machine.network import LOOPBACK, AddressError, default_source, endpoint_address
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ...health import hang_report
 from ...rendezvous import records
 from ...rendezvous.records import Action, Failure
 from ..common.exits import describe_exit
-from ..configuration.values import UserCause
+from ..configuration.config import UserCause
 from .post_mortem import (
     BY_ITSELF,
     ErrorReport,

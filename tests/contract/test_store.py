@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.values import STORES
+from elastic_agent.agent.configuration.rendezvous import STORES
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess

@@ -244,7 +244,7 @@ def load(*, with_store: bool) -> None:
     for module in IMPORTED:
         importlib.import_module(f"elastic_agent.{module}")
     if with_store:
-        from elastic_agent.agent.configuration.values import STORES
+        from elastic_agent.agent.configuration.rendezvous import STORES
 
         sys.orig_argv[1:] = ["-m", "elastic_agent"]  # its torch asks who imports it
         STORES["c10d"].load()

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic_agent.agent.common.events import Event, IoThread
-from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.agent.machine.inventory import inspect_machine

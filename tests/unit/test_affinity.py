@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.variables import compose
-from elastic_agent.agent.configuration.values import Affinity
+from elastic_agent.agent.configuration.parse import Affinity
 from elastic_agent.agent.machine.devices import CpuLayout, Device, cpu_list, probe_cpus, share
 
 GPUS = {"0000:1b:00.0": 0, "0000:3b:00.0": 0, "0000:c1:00.0": 1, "0000:d1:00.0": 1}

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.configuration.values import BUILT_IN_CAUSES, UserCause
+from elastic_agent.agent.configuration.config import UserCause
+from elastic_agent.agent.configuration.load import BUILT_IN_CAUSES
 from elastic_agent.agent.workers.causes import CAUSES, HANG, UNKNOWN, CauseTable
 from elastic_agent.agent.workers.post_mortem import ErrorReport, PostMortem
 from elastic_agent.rendezvous.records import Action

@@ -15,8 +15,8 @@ import pytest
 from elastic_agent.agent.commands import check
 from elastic_agent.agent.commands.check import as_json, main, table
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.values import Command, NodeCounts
+from elastic_agent.agent.configuration.config import Command, Config
+from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NotReady

@@ -19,8 +19,8 @@ from elastic_agent.agent.commands.check_nodes import (
     NodesCheck,
     Stage,
 )
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.values import Command, NodeCounts
+from elastic_agent.agent.configuration.config import Command, Config
+from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network import Network

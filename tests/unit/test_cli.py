@@ -14,9 +14,8 @@ import pytest
 
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.config import OPTIONS, Config
-from elastic_agent.agent.configuration.parse import Source
-from elastic_agent.agent.configuration.values import Command, NodeCounts
+from elastic_agent.agent.configuration.config import OPTIONS, Command, Config
+from elastic_agent.agent.configuration.parse import NodeCounts, Source
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import PortRange
-from elastic_agent.agent.configuration.config import GROUPS, OPTIONS, Config, ConfigError, LogConfig
+from elastic_agent.agent.configuration.config import GROUPS, OPTIONS, Command, Config, ConfigError, LogConfig
 from elastic_agent.agent.configuration.derive import Resolved, resolve, resolve_daemon, resolve_pool
 from elastic_agent.agent.configuration.load import (
     IGNORED_RDZV_CONF_KEYS,
@@ -27,15 +27,9 @@ from elastic_agent.agent.configuration.load import (
     REMOVED,
     read_argv,
 )
-from elastic_agent.agent.configuration.parse import Option, Source
+from elastic_agent.agent.configuration.parse import NodeCounts, NoticeSource, Option, Source, Streams
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
-from elastic_agent.agent.configuration.values import (
-    Command,
-    NodeCounts,
-    NoticeSource,
-    Streams,
-)
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 

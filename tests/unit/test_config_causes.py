@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.config import Config, ConfigError, UserCause
 from elastic_agent.agent.configuration.derive import Resolved, resolve
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.values import UserCause
 from elastic_agent.rendezvous.records import Action
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.variables import compose
-from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.values import DevicePinning, WorkerCount
+from elastic_agent.agent.configuration.config import ConfigError, DevicePinning
+from elastic_agent.agent.configuration.parse import WorkerCount
 from elastic_agent.agent.machine.devices import (
     Device,
     Inventory,

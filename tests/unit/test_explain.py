@@ -9,9 +9,8 @@ import pytest
 
 from elastic_agent.agent.commands.explain_env import OF_A_WORLD, explain, main
 from elastic_agent.agent.common.variables import USER, Variable
-from elastic_agent.agent.configuration.config import Config, LogConfig
+from elastic_agent.agent.configuration.config import Command, Config, LogConfig
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine import inventory as machines
 from elastic_agent.agent.machine.devices import Device, Inventory, Software
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine

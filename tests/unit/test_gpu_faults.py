@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.configuration.values import UserCause
+from elastic_agent.agent.configuration.config import UserCause
 from elastic_agent.agent.workers.causes import CauseTable, describe_failure
 from elastic_agent.agent.workers.post_mortem import PostMortem
 from elastic_agent.health.checks.gpus import (

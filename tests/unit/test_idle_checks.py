@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.configuration.values import CheckMode
+from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.health.checks.finding import Finding
 from elastic_agent.pool.daemon import EVERY_S, NOT_YET, IdleChecks
 

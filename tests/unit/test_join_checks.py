@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, Signalled
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.values import CheckMode
+from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.rendezvous_io.node_checks import AGAIN_S, CHECKING, NodeChecks
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.runner import CheckRun

@@ -12,7 +12,7 @@ from elastic_agent.agent.common import folders
 from elastic_agent.agent.common.exits import CannotStart, ExitCode, NoTemporaryDirectory
 from elastic_agent.agent.common.folders import make_own, pool_folder_here
 from elastic_agent.agent.configuration.config import LogConfig
-from elastic_agent.agent.configuration.values import Streams
+from elastic_agent.agent.configuration.parse import Streams
 from elastic_agent.agent.main.assembly import choose_folders
 from elastic_agent.agent.output.log_files import (
     KEPT_GENERATIONS,

@@ -21,8 +21,8 @@ import pytest
 from elastic_agent.agent.common.events import Event, Signalled, ThreadFailed
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
+from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
-from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, Ending, Loop
 from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks

@@ -9,9 +9,9 @@ import logging
 import pytest
 
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.config import Command, Config, ConfigError
+from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine import network as network_discovery
 from elastic_agent.agent.machine.network import (
     AddressError,

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from elastic_agent.agent.common.http_client import Reply
-from elastic_agent.agent.configuration.values import NoticeSource
+from elastic_agent.agent.configuration.parse import NoticeSource
 from elastic_agent.agent.machine import notices
 from elastic_agent.agent.machine.notices import (
     ACTION_PATH,

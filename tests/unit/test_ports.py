@@ -29,8 +29,7 @@ from elastic_agent.agent.common.ports import (
     bind_listener,
     find_owner,
 )
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.main import assembly
 
 LOOPBACK = "127.0.0.1"

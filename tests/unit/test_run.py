@@ -14,8 +14,7 @@ import pytest
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.ports import PortError
-from elastic_agent.agent.configuration.config import Config, RendezvousConfig
-from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.configuration.config import Command, Config, RendezvousConfig
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main import assembly

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.configuration.config import Command
 from elastic_agent.agent.workers.processes.workers import command_line
 
 SCRIPT = """\

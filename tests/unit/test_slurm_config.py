@@ -7,8 +7,8 @@ import pytest
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.derive import Resolved, resolve
 from elastic_agent.agent.configuration.load import read_argv
+from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.configuration.stopping import leaves_in_s, longest_grace_s, whole_stop_s
-from elastic_agent.agent.configuration.values import NodeCounts
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.ranks.cluster_environment import port_of
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import STORES
+from elastic_agent.agent.configuration.rendezvous import STORES, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.rendezvous_io.store_opening import etcd_password, open_to_look
 from elastic_agent.rendezvous.errors import StoreRefused
 from elastic_agent.rendezvous.records import Endpoint

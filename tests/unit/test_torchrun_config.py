@@ -9,8 +9,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.load import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
+from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
-from elastic_agent.agent.configuration.values import NodeCounts
 from elastic_agent.agent.torchrun.handler import read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.configuration.config import Command
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard

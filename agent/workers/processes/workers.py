@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ....rendezvous.text import counted
 from ...common.events import Event, IoThread
-from ...configuration.values import Command
+from ...configuration.config import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import Guard
 from .helper import end, job_python, place_words, tied
