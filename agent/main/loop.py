@@ -286,7 +286,7 @@ class Loop:
             return lacking
         if self._agent.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
-        if not self._supervisor.prepared(start.world, start.member, now):
+        if not self._supervisor.prepared(start.world, start.member):
             return "what all workers import to be loaded once for them (--preload)"
         return ""
 

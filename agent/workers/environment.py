@@ -252,7 +252,6 @@ def worker_spec(config: Config, node: Node, place: WorkerPlace) -> WorkerSpec:
     """The worker at this place, which is on this node."""
     member, local_rank = place.member, place.local_rank
     chosen = chosen_variables(config, node.machine, place)
-    obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
     words = {
         "role_name": member.role,
         "rank": place.rank,
@@ -266,7 +265,6 @@ def worker_spec(config: Config, node: Node, place: WorkerPlace) -> WorkerSpec:
         local_rank,
         compose(node.environment, chosen),
         node.machine.shares[local_rank].cpus,
-        obstacle,
         output_routes(config.logs, local_rank, words),
     )
 

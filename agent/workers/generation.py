@@ -154,7 +154,7 @@ class Generation:
         warm = len(self.group.ranks) - len(cold)
         if warm:
             log.info("generation %d: %s from spares in %.3f s", self.number, counted(warm, "worker"), took_s)
-        if cold and self.config.preload:
+        if cold and self.config.preload and self.config.command.kind != "binary":
             start = "starts" if len(cold) == 1 else "start"
             reasons = "; ".join(dict.fromkeys(cold.values()))
             log.info(

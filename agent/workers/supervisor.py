@@ -62,7 +62,6 @@ class Supervisor:
     _learned: Durations = field(init=False, default_factory=Durations)
     """Of steps, over all generations."""
     _refused_saves: RefusedSaves = field(init=False, default_factory=RefusedSaves)
-    _spares_due_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._failures = FailureHandler(
@@ -97,7 +96,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------- what the loop asks for
 
-    def prepared(self, world: World, member: Member, now: float) -> bool:
+    def prepared(self, world: World, member: Member) -> bool:
         """Whether there is no more to wait for before `start`: spares, as far as there will be any."""
         if self._config.command.kind == "binary":
             return True
@@ -160,9 +159,9 @@ class Supervisor:
         """The instants at which `turn` may have something to do without any event."""
         generation = self._running
         if generation is None:
-            return (self._spares_due_at,)
+            return ()
         listens = self._participant.polls(generation.number)
-        return (self._spares_due_at, *generation.wake_at(self._clock(), listens=listens))
+        return generation.wake_at(self._clock(), listens=listens)
 
     def drain(self, order: Drain) -> bool:
         """Let the workers end by themselves. True when there is news for the others in how far that has come."""
@@ -361,7 +360,7 @@ class Supervisor:
         processes.subreaper.reap(now)
         self._failures.update(now)
         processes.guard.check()
-        self._spares_due_at = processes.spares.turn(now)
+        processes.spares.turn(now)
         if processes.spares.loaded:
             self._participant.became_ready()
 

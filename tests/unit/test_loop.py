@@ -135,8 +135,8 @@ class Training:
     def show_failure(self, failure: Failure) -> None:
         self.shown.append(failure)
 
-    def prepared(self, world: World, member: Member, now: float) -> bool:
-        return now >= self.prepared_at
+    def prepared(self, world: World, member: Member) -> bool:
+        return self.scene.now >= self.prepared_at
 
     def planned_grace_s(self) -> float:
         return 30.0

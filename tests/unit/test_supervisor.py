@@ -165,7 +165,7 @@ def test_workers_that_end_with_success_end_the_generation(node: Supervised) -> N
         assert node.turn() == (rank == 7)
     assert node.supervisor.group is None
     assert not node.reported
-    assert node.supervisor.wake_at() == (None,)
+    assert node.supervisor.wake_at() == ()
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -40,7 +40,8 @@ from .proc import KILL_WAIT_S, MemoryFile, reap_within
 log = logging.getLogger(__name__)
 
 LOADING_S = 60.0
-"""For the imports: a cold start beside them would import the same on the same cores and from the same disk."""
+"""For the imports workers wait so long: a cold start beside them would import the same on the same cores and from the
+same disk."""
 
 FORKING_S = 5.0
 """From the request for spares to the last of them. A fork takes some 10 ms, many on a machine with too much to do. The
@@ -170,15 +171,14 @@ class Spares:
 
     @property
     def loaded(self) -> bool:
-        """Whether there is nothing to wait for any more: it is ready, or gone, and then for an unknown time."""
-        return self._server is None or self._server.loaded
+        """Whether there is nothing to wait for any more: it is ready, or takes too long, or is gone."""
+        server = self._server
+        return server is None or server.loaded or self._clock() >= server.since + LOADING_S
 
     # --- What the agent asks for
 
     def prepared(self, count: int) -> bool:
-        """Whether so many processes may be started now, warm or cold. If not: again after an event, or `turn`'s
-        instant."""
-        self._replace_if_overdue(self._clock())
+        """Whether so many processes may be started now, warm or cold. If not: again after an event, or a second."""
         self.fork(count)
         return self.loaded
 
@@ -223,14 +223,11 @@ class Spares:
         return None
 
     def turn(self, now: float) -> float | None:
-        """Do what is due; the instant at which there is more to do."""
+        """Start another fork server in the place of one that is gone, when that is due; the instant of the next one."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             self.start()
-        self._replace_if_overdue(now)
-        if self._server is None:
-            return self._retry_at
-        return None if self._server.loaded else self._server.since + LOADING_S
+        return self._retry_at
 
     # --- The fork server
 
@@ -240,12 +237,15 @@ class Spares:
             return  # it was ended meanwhile
         try:
             received = wire.receive(server.channel)
-        except BlockingIOError:
-            received = None  # it was read already
+        except BlockingIOError:  # `_ended` has looked
+            self._watch(server.channel, partial(self._read, server))
+            return
         except (OSError, Invalid) as error:
             self._failed(f"it has sent an invalid message: {error}")
             return
-        message = received[0] if received is not None else None
+        if received is None:
+            return  # it is ending
+        message = received[0]
         if isinstance(message, wire.Problem):
             self._end()
             self.why_cold = f"the fork server cannot be forked: {message.text}"
@@ -272,14 +272,6 @@ class Spares:
         self._retry_at = self._clock() + RETRY_S
         self.why_cold = f"there is no fork server: {why}"
         log.warning("the fork server is gone: %s; starting another in %g s", why, RETRY_S)
-
-    def _replace_if_overdue(self, now: float) -> None:
-        server = self._server
-        if server is None or server.loaded or now < server.since + LOADING_S:
-            return
-        self._read(server)  # its message may have come long ago, while this process stood still
-        if server is self._server and not server.loaded:
-            self._failed(f"it has not done its imports within {LOADING_S:g} s")
 
     def _end(self) -> None:
         """It has nothing to finish."""

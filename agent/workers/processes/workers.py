@@ -64,8 +64,6 @@ class WorkerSpec:
     environment: Mapping[str, str]
     cpus: tuple[int, ...] = ()
     """Where it may run; empty for wherever the agent may."""
-    cold: str = ""
-    """Why no spare can be this worker; empty if one can."""
     routes: tuple[OutputRoute, OutputRoute] = (OutputRoute(), OutputRoute())
     """Of stdout and stderr."""
 
@@ -149,7 +147,7 @@ class WorkerGroup:
             pipes += os.pipe()
             pipes += os.pipe()
             out, out_end, err, err_end = pipes
-            if not spec.cold:
+            if command.kind != "binary":
                 start = BecomeWorker(
                     "module" if command.kind == "module" else "script",
                     command.target,
@@ -162,7 +160,7 @@ class WorkerGroup:
                 process = spares.hand_out(start, (STANDARD_INPUT, out_end, err_end))
             why_cold = ""
             if process is None:
-                why_cold = spec.cold or spares.why_cold
+                why_cold = spares.why_cold
                 process = subprocess.Popen(
                     cold,
                     env=dict(spec.environment),
