@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -17,7 +17,7 @@ from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
 from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.memory.copy_header import Copy, Header
+from elastic_agent.worker.storage.memory.copy_header import Header, NotedState
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 
@@ -75,7 +75,7 @@ def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank
     ],
 )
 def test_memory_and_disk(copies: list[Header], disks: list[Manifest], winner: Header | Manifest) -> None:
-    offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers = [Offer(copies=(copy,), node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
         chosen = choose_source(order)
@@ -109,7 +109,7 @@ BAD = BadState(generation=7, step=30, present=9)
 def test_a_bad_state_is_the_last_resort(
     copies: list[Header], disks: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(Copy(copy),), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers = [Offer(copies=(copy,), node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
         chosen = choose_source(order, BAD)
@@ -118,7 +118,7 @@ def test_a_bad_state_is_the_last_resort(
 
 
 def test_a_disk_that_rots_does_not_hide_the_bad_state_that_is_left() -> None:
-    offers = [Offer(copies=(Copy(memory(30, 5)),)), Offer(bad=("it rots",))]
+    offers = [Offer(copies=(memory(30, 5),)), Offer(bad=("it rots",))]
     chosen = choose_source(offers, BAD)
     assert chosen == Source(0, memory(30, 5))
 
@@ -158,7 +158,7 @@ def mine(step: int, generation: int = 1) -> Header:
 def test_another_runs_checkpoint_counts_only_where_there_is_nothing_else(
     copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers = [Offer(copies=(copy,), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
         chosen = choose_source(order)
@@ -187,7 +187,7 @@ MY_BAD = replace(BAD, run="me")
 def test_the_bad_state_is_this_runs(
     copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(Copy(copy),), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers = [Offer(copies=(copy,), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
         chosen = choose_source(order, MY_BAD)
@@ -202,41 +202,50 @@ def test_another_runs_checkpoint_is_never_what_came_of_the_bad_state() -> None:
 
 
 def test_of_equals_the_lowest_rank_owns_it() -> None:
-    assert owner(Offer(), Offer(copies=(Copy(memory(3)),)), Offer(copies=(Copy(memory(3)),))) == Source(
-        1, memory(3)
-    )
+    assert owner(Offer(), Offer(copies=(memory(3),)), Offer(copies=(memory(3),))) == Source(1, memory(3))
 
 
 def test_bytes_may_differ_between_nodes_that_have_the_same_step() -> None:
     offers = [
-        Offer(copies=(Copy(memory(3)), Copy(memory(1))), node="a"),
+        Offer(copies=(memory(3), memory(1)), node="a"),
         Offer(node="a"),
-        Offer(copies=(Copy(replace(memory(3), size=9)),), node="b"),
-        Offer(copies=(Copy(memory(2)),), node="c"),
+        Offer(copies=(replace(memory(3), size=9),), node="b"),
+        Offer(copies=(memory(2),), node="c"),
     ]
     assert nodes_with(memory(3), offers) == {"a", "b"}
 
 
 def test_bad_checkpoints_count_only_where_there_is_nothing_else() -> None:
     bad = Offer(bad=("it rots",))
-    assert owner(bad, Offer(copies=(Copy(memory(3)),))) == Source(1, memory(3))
+    assert owner(bad, Offer(copies=(memory(3),))) == Source(1, memory(3))
     with pytest.raises(NoUsableCheckpoint, match="rank 1: it rots"):
         owner(Offer(), bad)
 
 
 def test_an_offer_reaches_the_others_whole() -> None:
     copies = (
-        Copy(replace(memory(7), rng_holes=((0, 1), (0, 0)), sums=(1, 2), partial=True), frozenset({1})),
-        Copy(memory(6)),
+        replace(memory(7), rng_holes=((0, 1), (0, 0)), sums=(1, 2), partial=True),
+        memory(6),
     )
-    foreign = Offer(of("a", 4), run="b", foreign=True)
+    foreign = Offer(of("a", 4), run="b", foreign=True, noted=(NotedState((1, 7), 2, 1),))
     for offer in (Offer(), Offer(disk(4), ("x" * 100,), copies, "a node"), foreign):
         assert current_group().exchange(offer) == [offer]
 
 
-def remembered(step: int, *ranks: int, partial: bool = False, world_size: int = 2) -> Copy:
+@dataclass(frozen=True)
+class Remembered:
+    """What one node has of a step: a copy, unless it is overwritten, and random states of these ranks."""
+
+    header: Header
+    ranks: tuple[int, ...]
+    is_there: bool = True
+
+
+def remembered(
+    step: int, *ranks: int, partial: bool = False, world_size: int = 2, is_there: bool = True
+) -> Remembered:
     holes = ((0, 1),) * world_size
-    return Copy(Header(step, 1, 0, world_size, 1, holes, partial), frozenset(ranks))
+    return Remembered(Header(step, 1, 0, world_size, 1, holes, partial), ranks, is_there)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +257,14 @@ def remembered(step: int, *ranks: int, partial: bool = False, world_size: int = 
         # each node knows its own ranks
         ([[remembered(8, 0), remembered(7, 0)], [remembered(8, 1), remembered(7, 1)]], 8),
         ([[remembered(8, 0), remembered(7, 0)], [remembered(7, 1), remembered(6, 1)]], 7),
+        # while a disk writer held the other slot, step 8 went over step 7 on the node of rank 0
+        (
+            [
+                [remembered(8, 0), Remembered(memory(2), ()), remembered(7, 0, is_there=False)],
+                [remembered(7, 1), remembered(6, 1)],
+            ],
+            7,
+        ),
         # rank 1 had failed when this was copied, and lost no step to it
         ([[remembered(8, 0, partial=True), remembered(7, 0, 1)], []], 8),
         # nobody can have all random states: rank 1's node is gone
@@ -255,11 +272,22 @@ def remembered(step: int, *ranks: int, partial: bool = False, world_size: int = 
         # nor does anybody need them
         ([[remembered(8, 0, world_size=3), remembered(7, 0, 1, 2, world_size=3)], []], 8),
         # a save has them in itself
-        ([[Copy(memory(8)), remembered(7, 0, 1)], []], 8),
+        ([[Remembered(memory(8), ()), remembered(7, 0, 1)], []], 8),
     ],
 )
-def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Copy]], step: int) -> None:
-    offers = [Offer(copies=tuple(copies), node=str(place)) for place, copies in enumerate(nodes)]
+def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Remembered]], step: int) -> None:
+    offers = [
+        Offer(
+            copies=tuple(one.header for one in found if one.is_there),
+            node=str(place),
+            noted=tuple(
+                NotedState(one.header.version, one.header.world_size, rank)
+                for one in found
+                for rank in one.ranks
+            ),
+        )
+        for place, found in enumerate(nodes)
+    ]
     for order in itertools.permutations(offers):
         chosen = choose_source(order)
         assert chosen is not None
@@ -268,7 +296,7 @@ def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Copy]], s
 
 def test_of_equal_copies_one_with_checksums_is_sent() -> None:
     def offer(node: str, *sums: int) -> Offer:
-        return Offer(copies=(Copy(Header(5, 1, 0, 2, 100, sums=sums)),), node=node)
+        return Offer(copies=(Header(5, 1, 0, 2, 100, sums=sums),), node=node)
 
     owner = choose_source([offer("a"), offer("b", 7), offer("c", 7)])
     assert owner is not None

@@ -26,7 +26,7 @@ from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
 from elastic_agent.worker.ranks.refusals import _Refusal
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.ownership import Claim
-from elastic_agent.worker.storage.memory.copy_header import Copy, Header, RankShards
+from elastic_agent.worker.storage.memory.copy_header import Header, NotedState, RankShards
 
 GROUP = Group(0, 2, torch.device("cpu"))
 
@@ -127,10 +127,10 @@ def test_records_of_several_versions_are_refused_on_all_ranks_alike(theirs: byte
 
 def test_a_change_of_what_ranks_exchange_is_a_new_version() -> None:
     """A rank of another version must be told apart before its record is read: change both numbers together."""
-    kinds = (_Refusal, RankBytes, Offer, Manifest, Copy, Header, RankShards)
+    kinds = (_Refusal, RankBytes, Offer, Manifest, NotedState, Header, RankShards)
     form = [(kind.__name__, [(one.name, one.type) for one in dataclasses.fields(kind)]) for kind in kinds]
     form.append((meeting.RECORD.format, []))
-    assert (RECORDS, hashlib.sha256(repr(form).encode()).hexdigest()[:12]) == (4, "e428effa48b2")
+    assert (RECORDS, hashlib.sha256(repr(form).encode()).hexdigest()[:12]) == (5, "8fe9398eafef")
 
 
 @dataclasses.dataclass(frozen=True)

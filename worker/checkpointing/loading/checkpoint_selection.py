@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import NoUsableCheckpoint
 from ...storage.disk.manifests import Manifest
-from ...storage.memory.copy_header import Copy, Header
+from ...storage.memory.copy_header import Header, NotedState
 from ...wire.environment import WorkerEnv
 
 
@@ -68,12 +68,14 @@ class Offer:
 
     manifest: Manifest | None = None
     bad: tuple[str, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Header, ...] = ()
     node: str = ""
     run: str = ""
     """The run of this rank."""
     foreign: bool = False
     """The checkpoint on disk is another run's, which this one has not taken over."""
+    noted: tuple[NotedState, ...] = ()
+    """Random states in memory, also of states of which this node has no copy any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _is_foreign(offer: Offer, kin: set[str]) -> bool:
 def _without(offer: Offer, bad: BadState) -> Offer:
     unwanted = offer.manifest is not None and bad.covers(offer.manifest, foreign=offer.foreign)
     manifest = None if unwanted else offer.manifest
-    copies = tuple(copy for copy in offer.copies if not bad.covers(copy.header))
+    copies = tuple(copy for copy in offer.copies if not bad.covers(copy))
     return replace(offer, manifest=manifest, copies=copies)
 
 
@@ -136,7 +138,7 @@ def _choose(offers: Sequence[Offer]) -> Source | None:
 
 def runs_in_memory(offers: Sequence[Offer]) -> set[str]:
     """The memory is the agent's, and an agent has one job: what these runs have done is this job's."""
-    return {copy.header.run for offer in offers for copy in offer.copies}
+    return {copy.run for offer in offers for copy in offer.copies}
 
 
 def _own_disks(offers: Sequence[Offer]) -> list[tuple[Manifest, int]]:
@@ -153,7 +155,7 @@ def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
 
 
 def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
-    copies = [(copy.header, -rank) for rank, offer in enumerate(offers) for copy in offer.copies]
+    copies = [(copy, -rank) for rank, offer in enumerate(offers) for copy in offer.copies]
     counting = [(header, rank) for header, rank in copies if _counts(header, offers)]
     if not copies:
         return None
@@ -167,15 +169,14 @@ def _counts(header: Header, offers: Sequence[Offer]) -> bool:
     if not header.rng_holes or header.partial or header.world_size != len(offers):
         return True
     known = {
-        rank
+        one.rank
         for offer in offers
-        for copy in offer.copies
-        if copy.header.version == header.version
-        for rank in copy.ranks
+        for one in offer.noted
+        if (one.version, one.world_size) == (header.version, header.world_size)
     }
     return known.issuperset(range(header.world_size))
 
 
 def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
     """Where that state is in memory. Its bytes may differ from node to node, the state does not."""
-    return {offer.node for offer in offers for copy in offer.copies if copy.header.version == header.version}
+    return {offer.node for offer in offers for copy in offer.copies if copy.version == header.version}

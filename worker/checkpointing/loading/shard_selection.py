@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ....codec import Count
 from ...storage.disk.manifests import Manifest
-from ...storage.memory.copy_header import Copy, FoundCopy, Header
+from ...storage.memory.copy_header import FoundCopy, Header
 from ...storage.memory.slot_folders import Folder
 from .checkpoint_selection import BadState, Offer, choose_source
 
@@ -138,7 +138,7 @@ def choose_shards(offers: Sequence[ShardOffer], bad: BadState | None = None) -> 
             Offer(
                 manifest=offer.manifest,
                 bad=offer.bad,
-                copies=tuple(map(_copy, whole)) if rank == 0 else (),
+                copies=tuple(whole) if rank == 0 else (),
                 node=offer.node,
                 run=offer.run,
                 foreign=offer.foreign and offer.manifest is not None and offer.manifest.run not in kin,
@@ -180,10 +180,6 @@ def unusable(
             lost = tuple(rank for rank, those in enumerate(_by_rank(places)) if not those)
             found.append(Unusable(header.version, header.world_size, lost, nodes))
     return tuple(sorted(found, key=lambda one: one.version, reverse=True))
-
-
-def _copy(header: Header) -> Copy:
-    return Copy(header, frozenset())
 
 
 def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[CopyPlace]]:

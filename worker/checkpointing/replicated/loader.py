@@ -108,9 +108,11 @@ class Loader(StateLoader):
 
     def _offer(self, manifest: Manifest | None, reasons: Reasons) -> Offer:
         memory = self._memory
-        copies = memory.copies() if memory is not None and memory.copies_for_node else ()
+        speaks = memory if memory is not None and memory.copies_for_node else None
+        copies = speaks.copies() if speaks is not None else ()
+        noted = speaks.noted() if speaks is not None else ()
         node = memory.place.node if memory is not None else ""
-        return Offer(manifest, reasons, copies, node, self._files.run.id, self._is_foreign(manifest))
+        return Offer(manifest, reasons, copies, node, self._files.run.id, self._is_foreign(manifest), noted)
 
     # ---------------------------------------------------------------- from disk
 
@@ -191,7 +193,7 @@ class Loader(StateLoader):
 
     def _gather_records(self, group: Group, wanted: Header) -> dict[int, bytes]:
         """Every rank's random state after that step, as far as any node has written it down."""
-        if not any(copy.header.rng_holes for offer in self._offers for copy in offer.copies):
+        if not any(copy.rng_holes for offer in self._offers for copy in offer.copies):
             return {}
         memory = self._memory
         mine = memory.records(wanted) if memory is not None and memory.copies_for_node else {}

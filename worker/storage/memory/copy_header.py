@@ -111,8 +111,9 @@ class FoundCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A state in one node's memory, and which ranks' random states after it were written down there."""
+class NotedState(Checked):
+    """In one node's memory is the random state of this rank after the state of that version."""
 
-    header: Header
-    ranks: frozenset[Count] = frozenset()
+    version: tuple[Count, Count]
+    world_size: Positive
+    rank: Count

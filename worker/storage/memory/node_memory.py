@@ -20,7 +20,7 @@ from ...state.layout_cache import LayoutCache
 from ...state.state_dicts import is_plain, prove_loadable, with_numbers
 from ...wire.environment import WorkerEnv
 from ...wire.run import this_run
-from .copy_header import Copy, Header
+from .copy_header import Header, NotedState
 from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
 from .slots import HeldSlot, Slots, sums_of
 
@@ -96,13 +96,16 @@ class NodeMemory(SlotMemory):
 
     # ---------------------------------------------------------------- taking out
 
-    def copies(self) -> tuple[Copy, ...]:
+    def copies(self) -> tuple[Header, ...]:
         """Local rank 0: what is here; what cannot be believed is logged."""
         for problem in self._slots.problems():
             logger.warning("a copy in memory is left aside: reason=%s", problem)
-        return tuple(
-            Copy(header, frozenset(self.records(header))) for header in self._slots.headers().values()
-        )
+        return tuple(self._slots.headers().values())
+
+    def noted(self) -> tuple[NotedState, ...]:
+        """Local rank 0: random states of this node's ranks, also after a state of which the copy here is gone."""
+        found = self._slots.random_states.all()
+        return tuple(NotedState(one.version, one.world_size, rank) for rank, one in found)
 
     def hold(self, version: tuple[int, int]) -> HeldSlot:
         """Open this node's copy of a state, which local rank 0 verifies.

@@ -59,17 +59,20 @@ class RandomStates:
         name = same[0] if same else min(versions, key=lambda name: versions[name])
         replace_file(self._dir_fd, name, state.to_bytes())
 
-    def of(self, version: tuple[int, int], world_size: int) -> dict[int, bytes]:
-        """By rank, those that were written down here for that state of that world."""
-        found: dict[int, bytes] = {}
+    def all(self) -> list[tuple[int, RandomState]]:
+        """Each with its rank."""
+        found = []
         with contextlib.suppress(OSError):
             for name in os.listdir(self._dir_fd):
                 if match := _NAME.fullmatch(name):
                     with contextlib.suppress(OSError, ValueError):
-                        one = self._read(name)
-                        if (one.version, one.world_size) == (version, world_size):
-                            found[int(match[1])] = one.state
+                        found.append((int(match[1]), self._read(name)))
         return found
+
+    def of(self, version: tuple[int, int], world_size: int) -> dict[int, bytes]:
+        """By rank, those that were written down here for that state of that world."""
+        wanted = version, world_size
+        return {rank: one.state for rank, one in self.all() if (one.version, one.world_size) == wanted}
 
     def _version(self, name: str) -> tuple[int, int]:
         try:
