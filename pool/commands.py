@@ -407,7 +407,7 @@ def _logs(store: Store, view: PoolView, name: str, settings: Settings) -> int:
     log = JobLog(job.job)
     if settings[FOLLOW].value:
         return follow(LiveView(store, view), job, log)
-    while log.read(view, last=True):
+    while log.read(view, last=view.result_of(job.job) is not None):
         pass
     if log.found:
         return ExitCode.SUCCESS

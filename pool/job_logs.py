@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..health.http import TEXT, Page, Request
+from ..threads import Thread
 
 KEPT = 1000
 PATH = "/logs"
@@ -44,17 +45,17 @@ class JobLogs:
         if _JOB.fullmatch(job) is None:
             raise OSError(f"{job!r} is no name for a file: submit the job anew")
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._prune()
         output = (self._folder / f"{job}.log").open("a+b")  # NFS locks for sharing what is open for reading
         with contextlib.suppress(OSError):
+            os.utime(output.fileno())  # the newest, on a disk without locks, too
             fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        Thread(self._prune, "job-logs", lambda: None).start()
         return output
 
     def _prune(self) -> None:
-        """Raises OSError."""
-        logs = list(self._folder.glob("*.log"))
-        if len(logs) >= KEPT:
-            for log in sorted(logs, key=lambda log: log.lstat().st_mtime)[: 1 - KEPT]:
+        """In a thread of its own: a disk takes its time for a thousand files."""
+        with contextlib.suppress(OSError):
+            for log in sorted(self._folder.glob("*.log"), key=lambda log: log.lstat().st_mtime)[:-KEPT]:
                 if not _is_held(log):
                     log.unlink()
 

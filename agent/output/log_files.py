@@ -200,9 +200,9 @@ def write_all(fd: int, data: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-KEPT_RUNS = 10
-KEPT_GENERATIONS = 10
-"""The newest of each, the present one included."""
+KEPT_RUNS, KEPT_GENERATIONS = 100, 10
+"""The newest of each, the present one included. Many jobs of a pool have one folder, and a busy day of others must not
+delete what one of them has left to look at."""
 
 MARK = ".elastic-agent"
 FLIGHT_RECORDS = "flight_records"

@@ -62,9 +62,9 @@ SCHEMA = 2
 HISTORY = 1024
 """Revisions for which a deletion is remembered. A watch that falls further behind reads again (`Compacted`)."""
 REQUEST_TIMEOUT_S = 5.0
-LOOK_S = 1.0
-"""Between two looks of a watch that hears nothing, as of a lease that is due, from a process that was killed, or where
-this user has no instance of inotify left."""
+LOOK_S, DEAF_LOOK_S = 1.0, 0.1
+"""Between two looks of a watch that hears nothing, as of a lease that is due, or from a process that was killed; and of
+one that can hear nothing, because this user has no instance of inotify left."""
 ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 FULL_PAUSE_S = 0.005
@@ -443,6 +443,7 @@ class _LocalWatch(Watch):
         bell = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bell = FileIO(bell) if bell >= 0 else None
         hears = bell >= 0 and _libc.inotify_add_watch(bell, os.fsencode(store.file), _IN_ATTRIB) >= 0
+        self._look_s = LOOK_S if hears else DEAF_LOOK_S
         self._poll = select.poll()
         if hears:
             self._poll.register(bell, select.POLLIN)
@@ -458,7 +459,7 @@ class _LocalWatch(Watch):
                     left_s = until - time.monotonic()
                     if changes or left_s <= 0:
                         return changes
-                    self._poll.poll(min(left_s, LOOK_S) * 1000 + 1)
+                    self._poll.poll(min(left_s, self._look_s) * 1000 + 1)
                 raise StoreClosed("the watch was closed")
             finally:
                 if self._closed:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import queue
 import subprocess
+import threading
 import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -106,8 +107,22 @@ def test_the_newest_logs_are_kept_and_those_of_jobs_that_go_on(
         os.utime(root / "a/goes_on.log", (0, 0))
         (root / "a/notes.txt").write_text("of a person")
         logs.begin("newest").close()
-    left = {path.name for path in (root / "a").iterdir()}
-    assert left == {"goes_on.log", "old.log", "new.log", "newer.log", "newest.log", "notes.txt"}
+        wanted = {"goes_on.log", "old.log", "new.log", "newer.log", "newest.log", "notes.txt"}
+        deadline = time.monotonic() + 20.0
+        while (left := {path.name for path in (root / "a").iterdir()}) != wanted:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+
+
+def test_no_job_waits_for_the_disk_to_delete_old_logs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, logs = threading.Event(), JobLogs(root, "a")
+    monkeypatch.setattr(job_logs, "KEPT", 1)
+    monkeypatch.setattr(job_logs, "_is_held", lambda log: not moves.wait(20.0))
+    began = time.monotonic()
+    for job in ("one", "two"):
+        logs.begin(job).close()
+    assert time.monotonic() - began < 10.0
+    moves.set()
 
 
 def test_a_job_whose_name_leads_elsewhere_does_not_begin(root: Path) -> None:

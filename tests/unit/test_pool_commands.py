@@ -556,3 +556,16 @@ def test_logs_of_a_node_that_is_gone(pool: PoolStore, capsys: pytest.CaptureFixt
     pool.put(JOB, replace(RESULT, nodes=("gone",)))
     assert logs(["ab12"]) == ExitCode.NO_JOB
     assert "node gone has left the pool; what it has is in its daemon's --log-dir" in capsys.readouterr().err
+
+
+def test_logs_of_a_job_that_runs_cut_no_line(
+    store: PoolStore, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(commands, "ask_daemon", lambda node, job, start: b"1\n2"[start:])
+    run = Run("ab12", 1, 0.0, (Seat("a", "a1", 1),))
+    store.put(PoolNode("a", "a1"), JOB, Plan(1, (run,)))
+    assert logs(["ab12"]) == ExitCode.SUCCESS
+    assert capfdbinary.readouterr().out == b"1\n"
+    store.put(RESULT, Plan())
+    assert logs(["ab12"]) == ExitCode.SUCCESS
+    assert capfdbinary.readouterr().out == b"1\n2\n"
