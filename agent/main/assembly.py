@@ -47,7 +47,7 @@ from ..workers.environment import Node
 from ..workers.processes.guard import Guard
 from ..workers.processes.spares import Spares
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
-from .heartbeat import Heartbeat, Probes
+from .heartbeat import Heartbeat
 from .process import ServiceManager, thread_failed
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,6 @@ class Agent:
     gpu_health: GpuHealth
     spares: Spares
     checks: NodeChecks
-    probes: Probes
     http: tuple[str, int]
     """Where this agent answers."""
     store: Store

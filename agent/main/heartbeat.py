@@ -12,8 +12,6 @@ leaves with its own exit code. That way it has left before another generation ca
 
 A machine with too much to do is no reason. Silence is counted in looks, each for no more than the pause between two:
 what the whole process has missed, stopped by SIGSTOP or starved, is not the loop's silence.
-
-`Probes` is what the HTTP server answers of this node, in its own thread: from the newest snapshot, once there is one.
 """
 
 from __future__ import annotations
@@ -21,14 +19,11 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...health.http import Probe
-from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import PeerStatus
 from ...threads import Thread
-from ..output.masking import masked
 from ..workers.processes.proc import thread_status
 
 STUCK_AFTER_S = 30.0
@@ -87,7 +82,7 @@ def why_stuck(silence: Silence, lease_ttl_s: float) -> str:
 
 
 class Heartbeat:
-    """Watches one loop: in the thread that turned last, and before that in the one that made this."""
+    """Watches one loop from `start` on: in the thread that turned last, and before that in the one that made this."""
 
     def __init__(
         self,
@@ -105,10 +100,12 @@ class Heartbeat:
         self._end = end
         self._clock = clock
         self._turned = Turned(clock())
+        self._watches = False
         self._thread = threading.current_thread()
         self._closed = threading.Event()
 
     def start(self) -> None:
+        self._turned, self._watches = Turned(self._clock()), True
         Thread(self._watch, "heartbeat").start()
 
     def close(self) -> None:
@@ -120,8 +117,12 @@ class Heartbeat:
         self._thread = threading.current_thread()
         self._turned = Turned(self._clock(), stops_at)
 
-    def silent_s(self) -> float:
-        return self._clock() - self._turned.at
+    def liveness(self) -> Probe:
+        """Does the loop turn? Not whether the store answers: its outage is no reason to die. For any thread."""
+        if not self._watches:
+            return Probe(True, "starting")
+        silent_s = self._clock() - self._turned.at
+        return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
 
     def _watch(self) -> None:
         silence = Silence(self._turned, self._clock())
@@ -138,43 +139,3 @@ class Heartbeat:
         ident = self._thread.ident
         frame = sys._current_frames().get(ident) if ident is not None else None
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
-
-
-class Probes:
-    """All methods but `begin` are for any thread."""
-
-    def __init__(self, before: PeerStatus, clock: Callable[[], float], secrets: Collection[str] = ()) -> None:
-        """`before` is the answer to a peer until `begin`. `secrets` are known values, which no answer has."""
-        self._before = before
-        self._clock = clock
-        self._secrets = secrets
-        self._parts: tuple[Participant, Heartbeat] | None = None
-
-    def begin(self, participant: Participant, heartbeat: Heartbeat) -> None:
-        self._parts = participant, heartbeat
-
-    def liveness(self) -> Probe:
-        """Does the loop turn? Not whether the store answers: its outage is no reason to die."""
-        if self._parts is None:
-            return Probe(True, "starting")
-        silent_s = self._parts[1].silent_s()
-        return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
-
-    def readiness(self) -> Probe:
-        """Does this node train, or stand ready to?"""
-        if self._parts is None:
-            return Probe(False, "looking for the rendezvous store")
-        snapshot = self._parts[0].snapshot
-        world = snapshot.world
-        if snapshot.undisturbed:
-            return Probe(True, f"running generation {snapshot.undisturbed}")
-        outside = world is not None and world.member(snapshot.incarnation) is None
-        if world is not None and world.trains and outside and snapshot.lease_good(self._clock()):
-            return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, f"waiting: {masked(snapshot.waiting_for, self._secrets)}")
-
-    def introduction(self) -> str:
-        """The answer to a peer that asks who this node is."""
-        if self._parts is None:
-            return self._before.to_json()
-        return self._parts[0].snapshot.introduction(self._clock()).to_json()

@@ -26,7 +26,7 @@ from ...health.metrics import Build, Metrics
 from ...rendezvous.liveness import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.session import NodeSnapshot
-from ...rendezvous.records import NODES_PREFIX, Endpoint, NodeRecord, PeerStatus
+from ...rendezvous.records import NODES_PREFIX, Endpoint, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...worker.wire.shared_progress import clock
@@ -79,7 +79,7 @@ from .assembly import (
     prepare_process,
     spares_of,
 )
-from .heartbeat import Heartbeat, Probes
+from .heartbeat import Heartbeat
 from .loop import Ending, Loop
 from .process import (
     ServiceManager,
@@ -154,7 +154,6 @@ def _run(agent: Agent) -> Ending:
         agent.link.start()
         loop = _make_loop(agent, processes)
         _watch_for_notices(agent, loop)
-        agent.probes.begin(agent.participant, agent.heartbeat)
         return _live(agent, loop)
 
 
@@ -274,17 +273,22 @@ def _check(agent: Agent) -> None:
 
 def _serve_http(agent: Agent) -> None:
     state, job = agent.state, agent.config.rendezvous.job_id
-    introduction = PeerStatus(agent.name, agent.incarnation, generation=0)
-    probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
+    lease_ttl_s = agent.config.rendezvous.lease_ttl_s
+    heartbeat = agent.heartbeat = Heartbeat(
+        lease_ttl_s,
+        lambda: agent.link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+        lambda problem: end_stuck(problem, agent.guard, agent.console),
+        agent.clock,
+    )
     own = Endpoint(*agent.listeners.http.getsockname()[:2])
     about = {"job": job, "node": agent.name, "incarnation": agent.incarnation, "version": __version__}
     board = Board(agent.journal, about, state, AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False))
     page = read_page()
     answers = Answers(
         state.metrics,
-        probes.liveness,
-        probes.readiness,
-        {NODE_PATH: probes.introduction, STATUS_PATH: state.node},
+        heartbeat.liveness,
+        state.readiness,
+        {NODE_PATH: state.introduction, STATUS_PATH: state.node},
         queried={
             JOB_PATH: rested(json_page(state.job), agent.clock),
             PAGE_PATH: lambda _: page,
@@ -339,12 +343,7 @@ def _make_rendezvous(agent: Agent) -> None:
     participant = agent.participant = Participant(
         identity, policy, lease_ttl_s=life_s, rng=rng, now=clock(), held_back=held_back
     )
-    heartbeat = agent.heartbeat = Heartbeat(
-        lease_ttl_s,
-        lambda: agent.link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
-        lambda problem: end_stuck(problem, agent.guard, agent.console),
-        clock,
-    )
+    heartbeat = agent.heartbeat
 
     def asked(operation: str, took_s: float | None) -> None:
         if took_s is None:

@@ -21,6 +21,7 @@ from typing import Annotated
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
 from ...health.checks.table import AT_JOIN
+from ...health.http import Probe
 from ...health.metrics import LOST_TIME_CAUSES, SAVE_TIERS, Metrics
 from ...rendezvous.messages import MAX_EXCLUSION_REASON
 from ...rendezvous.node.session import NodeSnapshot
@@ -263,6 +264,20 @@ class NodeState:
             self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
         )
         return job_page(job, self.secrets)
+
+    def readiness(self) -> Probe:
+        """Does this node train, or stand ready to?"""
+        snapshot, world = self.snapshot, self.snapshot.world
+        if snapshot.undisturbed:
+            return Probe(True, f"running generation {snapshot.undisturbed}")
+        outside = world is not None and world.member(snapshot.incarnation) is None
+        if world is not None and world.trains and outside and snapshot.lease_good(self.clock()):
+            return Probe(True, f"standing by: generation {world.generation} is running")
+        return Probe(False, f"waiting: {masked(snapshot.waiting_for, self.secrets)}")
+
+    def introduction(self) -> str:
+        """The answer to a peer that asks who this node is."""
+        return self.snapshot.introduction(self.clock()).to_json()
 
     # ---------------------------------------------------------------- metrics
 

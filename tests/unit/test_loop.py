@@ -23,16 +23,18 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
-from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, Ending, Loop
+from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness import Peer
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Start
 from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
@@ -268,7 +270,13 @@ class Scene:
         self.lost = ""
         """Why the disk writer has not brought the last save to disk."""
         self.port: Any = OfferedPort(self.listener(), self.listener)
-        self.state: Any = SimpleNamespace(findings=())
+        self.state = NodeState(
+            *("digits", "a", "a-1"),
+            Metrics("digits", "a", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0),
+            lease_ttl_s=TTL_S,
+            clock=lambda: self.now,
+            wall_clock=float,
+        )
         agent: Any = SimpleNamespace(
             config=SimpleNamespace(stop=self.stop),
             participant=self.participant,
@@ -282,11 +290,9 @@ class Scene:
             observer=self.observer(),
             state=self.state,
             manager=SimpleNamespace(turn=self.said.append, stopping=self.said.append),
-            heartbeat=SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),
+            heartbeat=SimpleNamespace(turned=self.due.append),
             memory_server=self.handing,
         )
-        self.probes = Probes(PeerStatus("a", "a-1", generation=0), lambda: self.now)
-        self.probes.begin(self.participant, agent.heartbeat)
         self.loop = Loop(agent, self.training, self.port, lambda: self.now)  # type: ignore[arg-type]
 
     def finish(self, within_s: float) -> str:
@@ -295,9 +301,14 @@ class Scene:
 
     def observer(self) -> object:
         self.waits: list[str] = []
+
+        def update(snapshot: NodeSnapshot, group: object, now: float) -> None:
+            self.waits.append(snapshot.waiting_for)
+            self.state.update(snapshot, None, "")
+
         return SimpleNamespace(
             compare=lambda participant: None,
-            update=lambda snapshot, group, now: self.waits.append(snapshot.waiting_for),
+            update=update,
             status=lambda snapshot, group: "",
             leaving=lambda asked_by: None,
             noticed=lambda *_: None,
@@ -328,8 +339,8 @@ class Scene:
 
     def read(self) -> PeerStatus:
         """As the HTTP server's threads do, at any moment of a turn."""
-        self.probes.readiness()
-        return PeerStatus.from_json(self.probes.introduction())
+        self.state.readiness()
+        return PeerStatus.from_json(self.state.introduction())
 
     def at(self, after_s: float, event: Event) -> None:
         self.plan[self.now + after_s] = lambda: self.events.put(event)
@@ -781,10 +792,10 @@ def test_what_other_threads_read_hangs_on_the_snapshot_alone() -> None:
     scene = Scene()
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
-    told = scene.probes.readiness(), json.loads(scene.probes.introduction())
+    told = scene.state.readiness(), json.loads(scene.state.introduction())
     scene.loop._training = None  # type: ignore[assignment]
     scene.loop._participant = SimpleNamespace(snapshot=scene.participant.snapshot)  # type: ignore[assignment]
-    assert (scene.probes.readiness(), json.loads(scene.probes.introduction())) == told
+    assert (scene.state.readiness(), json.loads(scene.state.introduction())) == told
 
 
 def test_readiness_names_what_is_waited_for() -> None:
@@ -792,7 +803,7 @@ def test_readiness_names_what_is_waited_for() -> None:
     told = []
 
     def look() -> None:
-        told.append(scene.probes.readiness())
+        told.append(scene.state.readiness())
 
     def free() -> None:
         look()
@@ -801,7 +812,7 @@ def test_readiness_names_what_is_waited_for() -> None:
     scene.gpus.waiting = True
     scene.plan = {scene.now + 10.0: free, scene.now + 20.0: look}
     scene.at(30.0, Signalled(signal.SIGTERM))
-    assert not scene.probes.readiness().ok
+    assert not scene.state.readiness().ok
     scene.loop.run()
     assert [(probe.ok, probe.detail) for probe in told] == [
         (False, "waiting: the killed workers' GPU memory to be free"),
@@ -814,7 +825,7 @@ def test_a_start_that_waits_for_imports_says_so() -> None:
     scene.training.prepared_at = scene.now + 5.0
     ready = []
     for after_s in (3.0, 8.0):
-        scene.plan[scene.now + after_s] = lambda: ready.append(scene.probes.readiness())
+        scene.plan[scene.now + after_s] = lambda: ready.append(scene.state.readiness())
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
     imports = "what all workers import to be loaded once for them (--preload)"
@@ -845,10 +856,10 @@ def test_only_a_node_outside_the_running_world_stands_by(
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
     good_until = scene.now + lease_left_s
-    scene.participant.snapshot = replace(
+    scene.state.snapshot = replace(
         seen[0], incarnation=incarnation, good_until=good_until, undisturbed=0, waiting_for="the others"
     )
-    assert scene.probes.readiness() == answer
+    assert scene.state.readiness() == answer
 
 
 def test_saves_that_are_finished_are_no_end_by_themselves() -> None:

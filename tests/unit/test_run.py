@@ -157,7 +157,7 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
 def test_http_answers_while_the_store_is_looked_for(
     agent: Agent, calls: list[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the loop exists the probes speak for themselves."""
+    """Until the loop exists there is no turn to wait for."""
     order: list[str] = []
 
     class Served:
@@ -172,10 +172,9 @@ def test_http_answers_while_the_store_is_looked_for(
 
     def find(agent: Agent) -> None:
         order.append("store")
-        probes = agent.probes
-        assert probes.liveness() == Probe(True, "starting")
-        assert probes.readiness() == Probe(False, "looking for the rendezvous store")
-        assert '"a-1"' in probes.introduction()
+        assert agent.heartbeat.liveness() == Probe(True, "starting")
+        assert agent.state.readiness() == Probe(False, "waiting: the rendezvous store")
+        assert '"a-1"' in agent.state.introduction()
         raise CannotStart(ExitCode.NO_ANSWER, "no store")
 
     monkeypatch.setattr(life, "catch_signals", lambda *_: None)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.observability.status import (
     JOB_PAGE,
     MAX_JOB_BYTES,
@@ -38,7 +36,6 @@ from elastic_agent.rendezvous.records import (
     Failure,
     Limits,
     NodeRecord,
-    PeerStatus,
     Phase,
     Restarts,
     World,
@@ -156,9 +153,11 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
 
 def test_nor_in_the_answer_to_who_asks_whether_an_excluded_node_is_ready() -> None:
     snapshot = NodeSnapshot("b", "b-1", waiting_for=f"excluded: exit code 1: ValueError: {CANARY}")
-    probes = Probes(PeerStatus("b", "b-1", generation=0), lambda: 0.0, secrets={CANARY})
-    probes.begin(SimpleNamespace(snapshot=snapshot), SimpleNamespace())  # type: ignore[arg-type]
-    assert probes.readiness().detail == "waiting: excluded: exit code 1: ValueError: ***"
+    node = NodeState(
+        "digits", "b", "b-1", new_metrics(), lease_ttl_s=5.0, clock=float, wall_clock=float, secrets={CANARY}
+    )
+    node.update(snapshot, None, "joining")
+    assert node.readiness().detail == "waiting: excluded: exit code 1: ValueError: ***"
 
 
 def test_texts_that_grow_by_a_mask_are_cut_to_what_a_reader_takes() -> None:
