@@ -29,7 +29,7 @@ from itertools import accumulate, product
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from .checks.table import AT_JOIN
+from .checks.runner import AT_JOIN
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -37,8 +37,7 @@ from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import http_listener, open_store, store_listener, store_options
 from ..health.checks.finding import NodeNeeds
-from ..health.checks.runner import BackgroundChecks, CheckRun, failed
-from ..health.checks.table import checks_for
+from ..health.checks.runner import BackgroundChecks, CheckRun, checks_for, failed
 from ..health.http import Answers, HealthServer
 from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint

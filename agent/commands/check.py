@@ -18,8 +18,7 @@ from dataclasses import replace
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
 from ...health.checks.pairs import MOST_NODES, PairsReport
-from ...health.checks.runner import run_checks
-from ...health.checks.table import checks_for
+from ...health.checks.runner import checks_for, run_checks
 from ...rendezvous.text import counted
 from ..common.exits import ExitCode
 from ..configuration.config import Config

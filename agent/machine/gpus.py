@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+from ...health.checks.finding import ISOLATED, probe_command
 from ...health.checks.gpus import (
     GPU_READING,
     HEALTH,
@@ -34,7 +35,6 @@ from ...health.checks.gpus import (
     faults_since,
     moved_on,
 )
-from ...health.checks.processes import ISOLATED, probe_command
 from ..common.events import Event, IoThread
 from ..workers.processes.helper import start_helper
 

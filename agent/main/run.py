@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ... import __version__
-from ...health.checks.runner import CheckRun
-from ...health.checks.table import RECHECKS, checks_for
+from ...health.checks.runner import RECHECKS, CheckRun, checks_for
 from ...health.http import NODE_PATH, Answers, HealthServer, json_page, rested
 from ...health.metrics import Build, Metrics
 from ...rendezvous.liveness import LEASE_MARGIN

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
-from ...health.checks.table import AT_JOIN
+from ...health.checks.runner import AT_JOIN
 from ...health.http import Probe
 from ...health.metrics import LOST_TIME_CAUSES, SAVE_TIERS, Metrics
 from ...rendezvous.messages import MAX_EXCLUSION_REASON

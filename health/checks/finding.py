@@ -1,4 +1,4 @@
-"""What a job needs of a node, and what one check says of this node, or of several, in words.
+"""What a job needs of a node, what one check says of this node, or of several, and how a check's process is started.
 
 `check` is a stable name, such as `gpu-ecc`: metrics and reports refer to it. `summary` says what
 was found, `advice` what to do about it; a finding that is not ok has some.
@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
+from ... import __file__ as _package
 from ...codec import AtMost, Checked, Count, Positive, Text
 
 MOST_SUMMARY = 6144
@@ -106,3 +108,22 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     """The first few, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- The process of a function: what hangs in a driver, a disk or torch is killed
+
+PROGRAM = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from {module} import {main}; {main}()"
+)
+"""An empty entry is the current directory, whose modules are not to be imported. This package comes last."""
+
+ISOLATED = ("-I", "-S")
+"""For a probe that needs the standard library and this package only: no module of PYTHONPATH is imported, and nothing
+that is installed runs at its start."""
+
+_PACKAGES = Path(_package).parents[1]
+
+
+def probe_command(python: str, module: str, main: str = "main", flags: Sequence[str] = ()) -> list[str]:
+    """`main` is a function of `module`; what is put behind the command is its `sys.argv[2:]`."""
+    return [python, *flags, "-c", PROGRAM.format(module=module, main=main), str(_PACKAGES)]

@@ -11,8 +11,7 @@ import sys
 import tempfile
 import time
 
-from .finding import GIB, MIB, Finding, NodeNeeds, Outcome, listed, size
-from .processes import probe_command
+from .finding import GIB, MIB, Finding, NodeNeeds, Outcome, listed, probe_command, size
 
 # --- Shared memory
 

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from .finding import probe_command
 from .pairs import NodeFacts, Obstacle
-from .processes import probe_command
 
 CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""

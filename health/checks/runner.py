@@ -1,4 +1,5 @@
-"""Runs checks, each in a fork of its own and within its time, from a process that the agent starts for them.
+"""The checks of one node, and their run: each in a fork of its own and within its time, from a process that the agent
+starts for them.
 
 Whatever happens there, the caller gets a finding for every check, and no error: an answer that is late, or is none, is
 a finding like any other. A check that does not answer in its time is ended by the alarm that it has set. One that hangs
@@ -23,11 +24,108 @@ from typing import Annotated, NoReturn
 
 from ...codec import AtMost, Checked, Codec, Document, Invalid, Seconds, Text
 from ...threads import Thread
-from .finding import MOST_SUMMARY, Finding, NodeNeeds, Outcome, worst_first
-from .processes import ISOLATED, probe_command
-from .table import BY_NAME, NodeCheck
+from .finding import ISOLATED, MOST_SUMMARY, Finding, NodeNeeds, Outcome, probe_command, worst_first
+from .gpus import GPU_CHECKS, check_gpus, check_xids
+from .machine import (
+    SLOW_NAMES_ADVICE,
+    WRONG_ADVICE,
+    check_arithmetic,
+    check_interface,
+    check_locked_memory,
+    check_log_directory,
+    check_names,
+    check_open_files,
+    check_shared_memory,
+)
 
 log = logging.getLogger(__name__)
+
+NVML_S = 10.0
+"""Without persistence mode the driver loads for each GPU in turn, a second or so each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCheck:
+    """One process, and what it may find."""
+
+    name: str
+    """Also of the finding where there is no other."""
+    find: Callable[[NodeNeeds], Finding | tuple[Finding, ...]]
+    """In a process of its own."""
+    needed: Callable[[NodeNeeds], object] = lambda needs: True
+    """Whether this job needs it at all."""
+    limit_s: float = 5.0
+    without_answer: Outcome = Outcome.FAIL
+    """The outcome when it does not answer or dies."""
+    advice: str = ""
+    """What to do then."""
+    names: tuple[str, ...] = ()
+    """Of its findings; empty: only its own."""
+
+
+NODE_CHECKS = (
+    NodeCheck(
+        name="gpu-visible",
+        find=check_gpus,
+        needed=lambda needs: needs.gpus,
+        limit_s=NVML_S,
+        advice="the driver hangs: look at dmesg for an Xid, and reboot this machine",
+        names=GPU_CHECKS,
+    ),
+    NodeCheck(
+        name="gpu-xid",
+        find=check_xids,
+        needed=lambda needs: needs.gpus,
+        without_answer=Outcome.UNKNOWN,
+    ),
+    NodeCheck(
+        name="shared-memory",
+        find=check_shared_memory,
+        advice="look at dmesg, and whether memory is short (free -h)",
+    ),
+    NodeCheck(
+        name="log-directory",
+        find=check_log_directory,
+        needed=lambda needs: needs.log_directory,
+        advice="its disk or file server does not answer: look at dmesg, unmount it, or choose another --log-dir",
+    ),
+    NodeCheck(name="open-files", find=check_open_files, without_answer=Outcome.UNKNOWN),
+    NodeCheck(
+        name="locked-memory",
+        find=check_locked_memory,
+        needed=lambda needs: needs.rdma,
+        without_answer=Outcome.UNKNOWN,
+    ),
+    NodeCheck(
+        name="name-resolution",
+        find=check_names,
+        without_answer=Outcome.WARN,
+        advice=SLOW_NAMES_ADVICE,
+    ),
+    NodeCheck(
+        name="interface",
+        find=check_interface,
+        needed=lambda needs: needs.interface,
+        without_answer=Outcome.WARN,
+        advice="the kernel does not show the interface: look at dmesg for its driver",
+    ),
+)
+
+RECHECKS = (NodeCheck(name="arithmetic", find=check_arithmetic, limit_s=90.0, advice=WRONG_ADVICE),)
+"""Checks of an excluded node before it is readmitted, in addition to those before a join. They take longer."""
+
+BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
+
+AT_JOIN = tuple(name for check in NODE_CHECKS for name in check.names or (check.name,))
+"""The findings of those before a join."""
+
+
+def checks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
+    """Those that this job needs."""
+    return tuple(check for check in NODE_CHECKS if check.needed(needs))
+
+
+# --- A run
 
 START_S = 5.0
 """How long an interpreter may take to start on a machine with too much to do."""

@@ -17,8 +17,7 @@ import pytest
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.gpus import GPU_CHECKS, KERNEL_LOG, check_xids
 from elastic_agent.health.checks.machine import check_interface, check_shared_memory
-from elastic_agent.health.checks.runner import CheckRun, run_checks
-from elastic_agent.health.checks.table import BY_NAME, checks_for
+from elastic_agent.health.checks.runner import BY_NAME, CheckRun, checks_for, run_checks
 from tests.nvml_library import FakeLibrary
 
 TESTS = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.table import AT_JOIN, RECHECKS
+from elastic_agent.health.checks.runner import AT_JOIN, RECHECKS
 from tests.names import PEER_CHECKS
 
 FOUND = (

@@ -23,8 +23,16 @@ from elastic_agent.health.checks.machine import (
     check_open_files,
     check_shared_memory,
 )
-from elastic_agent.health.checks.runner import REQUEST, CheckAnswer, RunRequest, findings_of
-from elastic_agent.health.checks.table import AT_JOIN, BY_NAME, NODE_CHECKS, checks_for
+from elastic_agent.health.checks.runner import (
+    AT_JOIN,
+    BY_NAME,
+    NODE_CHECKS,
+    REQUEST,
+    CheckAnswer,
+    RunRequest,
+    checks_for,
+    findings_of,
+)
 
 MIB, GIB = 2**20, 2**30
 OK, WARN, FAIL, UNKNOWN = Outcome.OK, Outcome.WARN, Outcome.FAIL, Outcome.UNKNOWN

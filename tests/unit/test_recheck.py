@@ -15,8 +15,7 @@ from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.node_checks import HANGS, NodeChecks
 from elastic_agent.health.checks import machine as arithmetic
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.runner import run_checks
-from elastic_agent.health.checks.table import RECHECKS
+from elastic_agent.health.checks.runner import RECHECKS, run_checks
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
 from elastic_agent.rendezvous.records import WORLD_KEY
 
