@@ -153,7 +153,6 @@ def _new_run(config: Config, environment: Mapping[str, str], network: Network) -
     needs = NodeNeeds(
         ranks=config.nodes.max,
         log_directory=str(logs) if logs is not None else "",
-        interface=network.interface,
         address=network.address,
         gpus=gpus,
         rdma=bool(gpus and network.rdma_ports),

@@ -38,8 +38,8 @@ usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
        elastic-agent check --nodes N --rdzv-endpoint HOST:PORT [--wait SECONDS] [--json] [options of a run]
 
 Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, --log-dir, limits,
-name resolution and the interface. Starts nothing and leaves nothing. The same checks run before each join: see --check
-in elastic-agent --help, and docs/checks.md.
+and name resolution. Starts nothing and leaves nothing. The same checks run before each join: see --check in
+elastic-agent --help, and docs/checks.md.
 With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 
@@ -80,7 +80,7 @@ def _work(_: str, command_line: Settings) -> int:
     findings = run_checks(checks_for(needs), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
-        findings = (*findings, Finding("interface", Outcome.FAIL, missing, machine.network.advice))
+        findings = (*findings, Finding("network", Outcome.FAIL, missing, machine.network.advice))
     name = config.node_id or unique_node_id().rpartition("-")[0]
     whole = f"node {name}"
     report: PairsReport | None = None

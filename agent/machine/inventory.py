@@ -128,7 +128,6 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
         ranks=machine.workers * config.nodes.max,
         copies_bytes=memory.limit if memory is not None and config.memory_checkpoints is not None else 0,
         log_directory=str(logs) if logs is not None else "",
-        interface=choice.interface if choice is not None else "",
         address=choice.address if choice is not None else "",
         gpus=machine.gpus,
         rdma=bool(machine.inventory.cuda and choice is not None and choice.rdma_ports),

@@ -80,7 +80,6 @@ class NodeNeeds(Checked):
     copies_bytes: Count = 0
     """Of the states that are to be kept in shared memory."""
     log_directory: Annotated[str, Text(4096)] = ""
-    interface: Annotated[str, Text(64)] = ""
     address: Annotated[str, Text(256)] = ""
     """By which other nodes reach this one."""
     gpus: Annotated[tuple[Annotated[str, Text(128)], ...], AtMost(256)] = ()

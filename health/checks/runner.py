@@ -30,7 +30,6 @@ from .machine import (
     SLOW_NAMES_ADVICE,
     WRONG_ADVICE,
     check_arithmetic,
-    check_interface,
     check_locked_memory,
     check_log_directory,
     check_names,
@@ -101,13 +100,6 @@ NODE_CHECKS = (
         find=check_names,
         without_answer=Outcome.WARN,
         advice=SLOW_NAMES_ADVICE,
-    ),
-    NodeCheck(
-        name="interface",
-        find=check_interface,
-        needed=lambda needs: needs.interface,
-        without_answer=Outcome.WARN,
-        advice="the kernel does not show the interface: look at dmesg for its driver",
     ),
 )
 

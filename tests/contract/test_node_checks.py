@@ -16,7 +16,7 @@ import pytest
 
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.gpus import GPU_CHECKS, KERNEL_LOG, check_xids
-from elastic_agent.health.checks.machine import check_interface, check_shared_memory
+from elastic_agent.health.checks.machine import check_shared_memory
 from elastic_agent.health.checks.runner import BY_NAME, CheckRun, checks_for, run_checks
 from tests.nvml_library import FakeLibrary
 
@@ -180,7 +180,7 @@ def test_this_machines_kernel_log_can_be_read_to_its_end() -> None:
         assert check_xids(NodeNeeds(gpus=GPUS)).outcome in (Outcome.OK, Outcome.WARN)
 
 
-# --- Limits, interfaces
+# --- Limits
 
 
 def test_few_descriptors(tmp_path: Path) -> None:
@@ -194,17 +194,6 @@ def test_few_descriptors(tmp_path: Path) -> None:
     assert found.outcome is Outcome.FAIL
     assert found.summary == "256 descriptors for each process, and 1000 ranks need 1128"
     assert "LimitNOFILE=1128" in found.advice
-
-
-def test_interfaces() -> None:
-    assert _find(NodeNeeds(interface="lo"), "interface")["interface"].outcome is Outcome.OK
-    found = _find(NodeNeeds(interface="nonesuch0"), "interface")["interface"]
-    assert found.outcome is Outcome.FAIL
-    assert found.summary == "there is no interface nonesuch0"
-
-
-def test_an_interface_is_there_where_sys_shows_another_network_namespace(tmp_path: Path) -> None:
-    assert check_interface(NodeNeeds(interface="lo"), sys=str(tmp_path)).outcome is Outcome.OK
 
 
 # --- The process that runs the probes
@@ -223,7 +212,7 @@ def test_more_than_a_thousand_open_descriptors_hinder_no_check() -> None:
 
 
 def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -> None:
-    needs = NodeNeeds(log_directory=str(tmp_path), interface="lo", address="127.0.0.1")
+    needs = NodeNeeds(log_directory=str(tmp_path), address="127.0.0.1")
     took = []
     for _ in range(5):  # the machine may have other things to do, but not all the time
         began = time.monotonic()

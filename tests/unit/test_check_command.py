@@ -74,7 +74,7 @@ def test_it_needs_no_script_and_takes_the_options_of_a_run(
     assert main(["--json", *words]) == ExitCode.SUCCESS
     document = json.loads(capsys.readouterr().out)
     found = {finding["check"] for finding in document["findings"]}
-    assert found >= {"shared-memory", "log-directory", "interface"}
+    assert found >= {"shared-memory", "log-directory", "name-resolution"}
     assert main([*words, "train-that-is-not-there.py"]) == ExitCode.BAD_CONFIG
     assert not list(tmp_path.iterdir())
 
@@ -120,7 +120,6 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
     config = Config(Command("script", "t.py"), NodeCounts(1, 4))
     assert needs_of(config, machine) == NodeNeeds(
         ranks=8,
-        interface="ib0",
         address="10.0.0.1",
         gpus=("0000:5e:00.0", "MIG-1"),
         rdma=True,

@@ -16,7 +16,6 @@ from elastic_agent.health.checks import machine
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.gpus import GPU_CHECKS, GpuFacts, NvmlFacts, check_xids, judge_nvml
 from elastic_agent.health.checks.machine import (
-    check_interface,
     check_locked_memory,
     check_log_directory,
     check_names,
@@ -171,26 +170,6 @@ def test_names(
     _expect(check_names(NodeNeeds(address="127.0.0.1")), outcome, said)
 
 
-@pytest.mark.parametrize(
-    ("facts", "outcome", "said"),
-    [
-        ({"operstate": "up", "speed": "10000"}, OK, "eth0 is up, 10000 Mbit/s"),
-        ({"operstate": "unknown"}, OK, "eth0 is there, speed unknown"),
-        ({"operstate": "unknown", "speed": "-1"}, OK, "eth0 is there, speed unknown"),
-        (None, FAIL, "there is no interface eth0x"),
-        ({"operstate": "lowerlayerdown"}, FAIL, "eth0 is lowerlayerdown"),
-        ({"operstate": "up", "speed": "100"}, WARN, "100 Mbit/s -> the slowest link sets the pace"),
-    ],
-)
-def test_the_interface(tmp_path: Path, facts: dict[str, str] | None, outcome: Outcome, said: str) -> None:
-    folder = tmp_path / "class/net/eth0"
-    folder.mkdir(parents=True)
-    for name, text in (facts or {}).items():
-        (folder / name).write_text(f"{text}\n")
-    name = "eth0" if facts is not None else "eth0x"
-    _expect(check_interface(NodeNeeds(interface=name), str(tmp_path)), outcome, said)
-
-
 # --- GPUs
 
 GPUS = ("0000:3b:00.0", "0000:5e:00.0")
@@ -295,7 +274,7 @@ def test_a_job_without_gpus_and_directories_has_fewer_checks() -> None:
 
 
 def test_a_job_that_needs_everything_has_all_checks() -> None:
-    everything = NodeNeeds(log_directory="/l", interface="eth0", gpus=("0",), rdma=True)
+    everything = NodeNeeds(log_directory="/l", gpus=("0",), rdma=True)
     assert checks_for(everything) == NODE_CHECKS
 
 
@@ -310,6 +289,6 @@ def test_a_probe_that_does_not_answer_is_a_finding() -> None:
 
 
 def test_needs_travel() -> None:
-    needs = NodeNeeds(ranks=64, interface="eth0", gpus=("0", "1"), rdma=True)
+    needs = NodeNeeds(ranks=64, gpus=("0", "1"), rdma=True)
     request = RunRequest({"open-files": 5.0}, needs)
     assert REQUEST.decode(REQUEST.encode(request)) == request
