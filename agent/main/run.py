@@ -95,9 +95,6 @@ HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
 
-MAX_WAITING_EVENTS = 10_000
-"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
-
 
 def run(
     config: Config, machine: Machine, prepared: Prepared | None = None, in_force: Sequence[str] = ()
@@ -385,7 +382,6 @@ def _serve_workers(agent: Agent) -> Processes:
         last_steps,
         io,
         post,
-        lambda: agent.events.qsize() < MAX_WAITING_EVENTS,
         clock,
         partial(dropped.inc, what="reports"),
     )
@@ -414,7 +410,7 @@ def _serve_workers(agent: Agent) -> Processes:
         links=links,
         last_steps=last_steps,
         evidence=evidence,
-        activity=agent.started(ActivityReader(post, clock)),
+        activity=agent.started(ActivityReader(clock)),
         gpus=agent.gpu_health,
     )
 

@@ -36,8 +36,6 @@ from ...worker.wire.messages import (
     CommitRefused,
     CommitUndecided,
     FromGuard,
-    ReplicationReport,
-    Report,
     StepAnswer,
     StepEnded,
     StepStatus,
@@ -59,12 +57,6 @@ PAUSE_S = 0.05
 
 class Receiver(Protocol):
     """The supervisor: what the main loop does with workers' messages, as their links post them."""
-
-    def reported(self, report: Report, at: float) -> None:
-        """At that instant."""
-
-    def replicated(self, report: ReplicationReport) -> None:
-        """By the memory server."""
 
     def guard_sent(self, generation: int, local_rank: int, message: FromGuard | None) -> None:
         """By a worker that takes part in just-in-time saves. None: it no longer does."""

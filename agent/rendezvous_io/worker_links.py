@@ -4,11 +4,11 @@ There are two sockets, in a folder that only this user can enter. On the stream 
 over a connection of its own, and is answered once, in a thread of its own: the store may have to be asked. Or it guards
 its last step: then its connection lasts as long as it does, its messages are posted, and the main loop answers them.
 
-Datagrams are reports, and hints: one that does not decode is counted and dropped, and so is one that comes while the
-main loop has too much to do: training never waits for us. With one kind comes an open file: the lock of a checkpoint
-directory (see `worker/storage/disk/ownership.py`), which stays locked between two generations, until this process ends
-or the job begins another run. A thread of its own has these files, because to close one may take as long as a disk does
-not answer.
+Datagrams are reports, and hints: they wait here until the main loop turns, which none of them wakes. One that does not
+decode is counted and dropped, and so is one for which there is no room: training never waits for us. With one kind
+comes an open file: the lock of a checkpoint directory (see `worker/storage/disk/ownership.py`), which stays locked
+between two generations, until this process ends or the job begins another run. A thread of its own has these files,
+because to close one may take as long as a disk does not answer.
 
 `RefusedSaves` remembers which saves the disk has refused, so that a job whose last state is on no disk does not end
 with success. The disk writer says by itself what it has not written (`UnsavedSteps`). A save that a worker writes
@@ -24,7 +24,8 @@ import os
 import queue
 import socket
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from ...codec import Invalid, kind_of
@@ -43,6 +44,7 @@ from ...worker.wire.messages import (
     LentLock,
     Question,
     ReplicationReport,
+    Report,
     SaveReport,
     StepAnswer,
     ToGuard,
@@ -64,13 +66,16 @@ BACKLOG = 512
 MAX_AT_ONCE = 64
 """Datagrams that are read before other sockets have their turn."""
 
+MAX_WAITING_REPORTS = 10_000
+"""While the main loop has too much to do."""
+
 MAX_LOCKS = 64
 """Checkpoint directories of one job whose locks are kept: each is a descriptor of this process, of which a script that
 saves to a new directory now and then must not take them all."""
 
 
 class WorkerLinks:
-    """`send` is for the main loop."""
+    """`reports` and `send` are for the main loop."""
 
     def __init__(
         self,
@@ -79,17 +84,16 @@ class WorkerLinks:
         steps: LastSteps,
         io: IoThread,
         post: Callable[[Event], None],
-        has_room: Callable[[], bool],
         clock: Callable[[], float],
         count_dropped: Callable[[], None],
     ) -> None:
-        """`has_room`: for one more event."""
         self._commits, self._steps = commits, steps
-        self._io, self._post, self._has_room, self._clock = io, post, has_room, clock
+        self._io, self._post, self._clock = io, post, clock
         self._count_dropped = count_dropped
         self._warned = False
         """That reports are dropped."""
         self._locks = _LentLocks()
+        self._waiting: deque[tuple[Report | ReplicationReport, float]] = deque()
         self._receiver: Receiver | None = None
         """Since `start`."""
         self._clients: dict[socket.socket, _Client] = {}
@@ -107,12 +111,17 @@ class WorkerLinks:
     def start(self, receiver: Receiver) -> None:
         """`receiver` is told what workers send, in the main loop."""
         self._receiver = receiver
-        self._io.watch(self._reports.fileno(), partial(self._read_reports, receiver))
+        self._io.watch(self._reports.fileno(), self._read_reports)
         self._listen()
 
     def close(self) -> None:
         if not self._io.post(self._end):
             self._end()
+
+    def reports(self) -> Iterator[tuple[Report | ReplicationReport, float]]:
+        """Those that have come since the last call, each with the instant when it did."""
+        while self._waiting:
+            yield self._waiting.popleft()
 
     def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
         self._io.post(partial(self._send, (generation, local_rank), message))
@@ -197,7 +206,7 @@ class WorkerLinks:
         self._forget(client)
         client.connection.close()
 
-    def _read_reports(self, receiver: Receiver) -> None:
+    def _read_reports(self) -> None:
         """Raises OSError."""
         for _ in range(MAX_AT_ONCE):
             try:
@@ -206,11 +215,9 @@ class WorkerLinks:
                 )
             except BlockingIOError:
                 return
-            self._take_report(receiver, datagram, lent, flags)
+            self._take_report(datagram, lent, flags)
 
-    def _take_report(
-        self, receiver: Receiver, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int
-    ) -> None:
+    def _take_report(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
         descriptors = [number for _, _, raw in lent for number in array("i", raw)]
         if flags & socket.MSG_CTRUNC:
             self._drop_report("the lock of a checkpoint directory: this agent has no descriptors left")
@@ -223,10 +230,8 @@ class WorkerLinks:
             self._locks.put(report if isinstance(report, LentLock) else None, descriptors)
         if report is None or isinstance(report, LentLock):
             return
-        if isinstance(report, ReplicationReport):
-            self._post(partial(receiver.replicated, report))
-        elif self._has_room():
-            self._post(partial(receiver.reported, report, self._clock()))
+        if len(self._waiting) < MAX_WAITING_REPORTS:
+            self._waiting.append((report, self._clock()))
         else:
             self._drop_report("reports: the agent is too busy")
 

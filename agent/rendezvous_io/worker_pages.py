@@ -9,6 +9,7 @@ that is rarer, so that the coordinator gets at most `REPORTS_PER_S` reports from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ...health.stragglers import Paces
@@ -68,7 +69,8 @@ class WorkerPages:
 
 
 REPORTS_PER_S = 20
-OFTEN_S = 1.5
+OFTEN_S = 5.0
+"""Each report is a write to the store, of which all nodes hear."""
 WARM_UP = 3
 """The first steps of a generation, which load, compile and tune, are ignored."""
 CUT_AT = 2.0
@@ -76,13 +78,13 @@ CUT_AT = 2.0
 
 
 class PaceWatch:
-    """The reports of one generation. For the main thread; `now` is monotonic."""
+    """The reports of one generation. For the main thread, which no report wakes; `now` is monotonic."""
 
     def __init__(self, pages: WorkerPages, generation: int, members: int) -> None:
         self._pages = pages
         self._generation = generation
         self._often_s = max(OFTEN_S, members / REPORTS_PER_S)
-        self.due_at: float | None = None
+        self._due_at = -math.inf
         """When to look next; once that is past, the next turn after a step looks."""
         self._read: dict[int, int] = {}
         """By local rank: how many steps were timed at the newest look."""
@@ -91,14 +93,14 @@ class PaceWatch:
 
     def turn(self, now: float) -> Paces | None:
         """The report that is due now, if any."""
-        if self.due_at is not None and now < self.due_at:
+        if now < self._due_at:
             return None
         times = {
             rank: page.own_times(self._read.get(rank, WARM_UP)) for rank, page in self._pages.by_rank.items()
         }
         if not times or not all(own for _, own in times.values()):
             return None
-        self.due_at = now + self._often_s
+        self._due_at = now + self._often_s
         self._read = {rank: count for rank, (count, _) in times.items()}
         before, self._looked = self._looked, self._newest()
         if before is None or self._looked is None or self._looked[0] <= before[0]:

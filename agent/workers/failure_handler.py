@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
 from .environment import Node, error_file
 from .evidence import Look
 from .generation import Crash, Generation, Processes
-from .hang_detector import LOOK_EVERY_S, ActivitySample
+from .hang_detector import LOOK_EVERY_S
 from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, clean, cut, read_error_file
 from .stopping import HANG_SIGNAL
 
@@ -162,6 +162,8 @@ class FailureHandler:
     def watch(self, generation: Generation, now: float) -> None:
         """Tell the others of a stall, and this node's log of a verdict. Where none comes, end the workers."""
         hang = generation.hang
+        if (seen := self._processes.activity.seen()) is not None and seen[0] == generation.number:
+            hang.sampled(*seen[1:])
         stall, before = generation.stalls(now), generation.stall
         limit_s = hang.limit_s()
         self._observer.node.hangs = hang.state(stall), limit_s
@@ -233,12 +235,7 @@ class FailureHandler:
             local_rank: self._processes.logs.printed(number, group.ranks[local_rank]) for local_rank in pids
         }
         stalled_s = generation.hang.stalled_s(generation.running, now)
-
-        def read(at: float, seen: Mapping[int, ActivitySample]) -> None:
-            if not generation.over:
-                generation.hang.sampled(at, seen)
-
-        self._processes.activity.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
+        self._processes.activity.look(number, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> HangProbe | None:
         world = self._participant.world

@@ -326,7 +326,7 @@ class Generation:
         if self.drain.under_way:
             in_drain = self.drain.look_at(), None if listens else now + LISTEN_PAUSE_S
         due_at = self.hang.due_at(self.running, now)
-        return (*always, self.started_at + STABLE_AFTER_S, due_at, self.paces.due_at, *in_drain)
+        return (*always, self.started_at + STABLE_AFTER_S, due_at, *in_drain)
 
 
 def log_bad_state(world: World) -> None:

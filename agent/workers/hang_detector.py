@@ -31,7 +31,6 @@ import psutil
 
 from ...health.hang_report import LOOK_S, Finding, HangProbe, Urgency
 from ...threads import Thread
-from ..common.events import Event
 from .processes.proc import read, status_field
 
 LOOK_EVERY_S = 2.0
@@ -325,18 +324,15 @@ def ends_alone(
     return all_still and now >= since + ALONE_S
 
 
-# --- ActivitySample of life, read in a thread
-
-SamplesTaker: TypeAlias = Callable[[float, Mapping[int, ActivitySample]], object]
-"""In the main loop: it gets the instant, and what the workers here had used then, by local rank."""
+# --- Signs of life, read in a thread
 
 
 class ActivityReader:
-    """`look` is for the main thread."""
+    """`look` and `seen` are for the main thread."""
 
-    def __init__(self, post: Callable[[Event], object], clock: Callable[[], float]) -> None:
-        self._post = post
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._seen: tuple[int, float, Mapping[int, ActivitySample]] | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(self._serve, "hang-activity")
         self._families: dict[int, list[psutil.Process]] = {}
@@ -352,16 +348,22 @@ class ActivityReader:
         self._orders.put(None)
         self._thread.join(1.0)
 
+    def seen(self) -> tuple[int, float, Mapping[int, ActivitySample]] | None:
+        """What a look has shown since the last call: generation, instant, and what its workers had used then, by local
+        rank. It waits here until the main loop turns, which it does not wake."""
+        seen, self._seen = self._seen, None
+        return seen
+
     def look(
-        self, then: SamplesTaker, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
+        self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
     ) -> None:
-        """`then` is posted. While a look does not come to its end no other begins. `pids` and `printed` are of the
-        workers, by local rank.
+        """While a look does not come to its end no other begins. `pids` and `printed` are of the workers of this
+        generation, by local rank.
 
         `threads`: whether any thread of their families is active, which two such looks in a row show.
         """
         if self._orders.empty():
-            self._orders.put(partial(self._look, then, pids, printed, threads))
+            self._orders.put(partial(self._look, generation, pids, printed, threads))
 
     # Everything below runs in the thread.
 
@@ -370,14 +372,14 @@ class ActivityReader:
             order()
 
     def _look(
-        self, then: SamplesTaker, pids: Mapping[int, int], printed: Mapping[int, int], threads: bool
+        self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int], threads: bool
     ) -> None:
         self._search(tuple(pids.values()))
-        seen = {
+        used = {
             local_rank: self._sample(pid, printed.get(local_rank, 0), threads=threads)
             for local_rank, pid in pids.items()
         }
-        self._post(partial(then, self._clock(), seen))
+        self._seen = generation, self._clock(), used
 
     def _search(self, workers: tuple[int, ...]) -> None:
         now = self._clock()

@@ -139,6 +139,7 @@ class Supervisor:
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
         self._look_after_processes(now)
+        self._take_reports()
         generation = self._running
         if generation is None:
             return False
@@ -251,6 +252,7 @@ class Supervisor:
 
     def lost_save(self, generation: int) -> str:
         """Which of its saves that workers here wrote themselves the disk has refused; empty: the last went well."""
+        self._take_reports()
         return self._refused_saves.lost_in(generation)
 
     # ---------------------------------------------------------------- events
@@ -325,7 +327,14 @@ class Supervisor:
         for local_rank, (returncode, at) in generation.drain.looked(stop, generation.read).items():
             self._failures.crashed(generation, local_rank, returncode, at)
 
-    def reported(self, report: Report, at: float) -> None:
+    def _take_reports(self) -> None:
+        for report, at in self._processes.links.reports():
+            if isinstance(report, ReplicationReport):
+                self._observer.node.replicated(report)
+            else:
+                self._reported(report, at)
+
+    def _reported(self, report: Report, at: float) -> None:
         if isinstance(report, SaveReport):
             self._refused_saves.add(report)
         generation = self._of(report.generation)
@@ -338,9 +347,6 @@ class Supervisor:
         generation.hang.reported(at)
         if report.result == "ok":
             self._participant.workers_advanced(report.step)
-
-    def replicated(self, report: ReplicationReport) -> None:
-        self._observer.node.replicated(report)
 
     def _looked_at(self, testimony: HangReport) -> None:
         """The answer to an inquiry: what the workers here do."""

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("in_etcd")
 
 SCRIPT = Path(__file__).with_name("uneven_ddp.py")
 SLOWER = r"rank (\d+) on node (\w+) is slower than the others"
-EVEN_STEPS = 60
-WITHIN_STEPS = 20
+EVEN_STEPS = 80
+WITHIN_STEPS = 80
+"""Of a quarter of a second each."""
 
 
 def slow_down(slow: Path, told: str) -> None:
@@ -46,7 +47,7 @@ def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job
     begun = int(job.wait_for_text(a, r"slow 3 1.4 from step (\d+)")[1])
     steps = a.metric("elastic_agent_step") - begun
     print(f"named after at most {steps:.0f} steps")
-    assert steps <= 3 * WITHIN_STEPS, "on a machine on which nothing else runs it takes 20"
+    assert steps <= 3 * WITHIN_STEPS, "on a machine on which nothing else runs it takes less"
     assert b.metric("elastic_agent_straggler", local_rank="1") == 1
     assert a.metric("elastic_agent_straggler", local_rank="1") == 0
     status = [

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +49,7 @@ from elastic_agent.rendezvous.records import (
     World,
 )
 from elastic_agent.worker.wire.environment import WorkerEnv
-from elastic_agent.worker.wire.messages import ToGuard
+from elastic_agent.worker.wire.messages import Report, ToGuard
 
 from .bench import ALONE, TTL_S
 
@@ -141,6 +141,11 @@ class FakeSpares(Ignored):
 class FakeLinks:
     def __init__(self) -> None:
         self.sent: list[tuple[int, ToGuard]] = []
+        self.came: list[tuple[Report, float]] = []
+
+    def reports(self) -> Iterator[tuple[Report, float]]:
+        while self.came:
+            yield self.came.pop(0)
 
     def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
         self.sent.append((local_rank, message))

@@ -169,7 +169,7 @@ print("begun", flush=True)
 time.sleep(100)
 """
     now = 0.0
-    reader = ActivityReader(lambda read: None, lambda: now)
+    reader = ActivityReader(lambda: now)
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
     ) as worker:

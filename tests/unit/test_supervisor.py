@@ -193,7 +193,8 @@ def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
     node.supervisor.worker_answered(9, 0, 5, End(5))
     node.supervisor.worker_kept(9, 0)
     node.supervisor.stop_read(9, None)
-    node.supervisor.reported(saved, node.now)
+    node.links.came.append((saved, node.now))
+    node.turn()
     generation = node.supervisor._generation
     assert generation is not None
     assert not node.group.returncodes
@@ -206,7 +207,7 @@ def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
 def test_a_save_that_the_disk_refused_is_remembered_until_a_later_one_is_there(node: Supervised) -> None:
     def report(step: int, result: Any) -> None:
         saved = SaveReport(1, 0, step, result, 1.0, 10, directory="/runs/x")
-        node.supervisor.reported(saved, node.now)
+        node.links.came.append((saved, node.now))
 
     report(5, "error")
     assert node.supervisor.lost_save(1).startswith("step 5 is NOT on disk in /runs/x")

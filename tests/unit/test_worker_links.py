@@ -86,13 +86,13 @@ class Scene:
         self.store.transact((), (Put(WORLD_KEY, WORLD.to_json()),))
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.dropped = threading.Semaphore(0)
-        self.has_room = True
         latest = NodeSnapshot("a", "life-a", proven_until=103.0)
         fence = CommitFence(self.store, lambda: latest, lambda: 100.0)
         steps = LastSteps(self.store, lambda: latest, self.events.put, lambda: 100.0)
-        room, dropped = lambda: self.has_room, self.dropped.release
         io = started_io()
-        self.links = WorkerLinks(self.env, fence, steps, io, self.events.put, room, lambda: 12.5, dropped)
+        self.links = WorkerLinks(
+            self.env, fence, steps, io, self.events.put, lambda: 12.5, self.dropped.release
+        )
         self.reporter = Reporter(self.env.variables())
         self.recorder = Recorder()
         self.links.start(self.recorder)
@@ -112,6 +112,12 @@ class Scene:
 
     def expect(self, *told: tuple[object, ...]) -> None:
         assert [self.recorder.next(self.events, PATIENCE_S) for _ in told] == list(told)
+
+    def expect_report(self) -> None:
+        """`LOADED`, which wakes nobody."""
+        eventually(lambda: bool(self.links._waiting))
+        assert [*self.links.reports()] == [(LOADED, 12.5)]
+        assert self.events.empty()
 
     def may_commit(self) -> None:
         CommitPermission(self.env.socket, 7, answer_s=PATIENCE_S).check()
@@ -192,7 +198,7 @@ def test_without_descriptors_guards_and_reports_are_read(
         eventually(lambda: "cannot accept a worker's connection" in caplog.text)
         for _ in range(3):
             reporting.sendto(encode(LOADED), scene.env.reports)
-            scene.expect(("reported", LOADED, 12.5))
+            scene.expect_report()
         guard.sendall(encode(Broken()))
         scene.expect(("guard_sent", 7, 1, Broken()))
 
@@ -219,7 +225,7 @@ def test_while_the_store_is_slow_guards_and_reports_are_read(scene: Scene) -> No
     scene.store.open.clear()
     with scene.connect(encode(CommitQuestion(7))), scene.guard(1):
         assert scene.reporter.send(lambda g, r: LOADED)
-        scene.expect(("reported", LOADED, 12.5))
+        scene.expect_report()
 
 
 GARBAGE = [
@@ -268,16 +274,16 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
         scene.may_commit()
 
 
-def links_at(scene: Scene, path: Path, io: IoThread, post: Callable[[Event], None]) -> WorkerLinks:
+def links_at(scene: Scene, path: Path, io: IoThread) -> WorkerLinks:
     env = replace(scene.env, socket=str(path), reports=f"{path}.reports")
     commits, steps = scene.links._commits, scene.links._steps
-    return WorkerLinks(env, commits, steps, io, post, lambda: True, lambda: 1.0, lambda: None)
+    return WorkerLinks(env, commits, steps, io, scene.events.put, lambda: 1.0, lambda: None)
 
 
 def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_path: Path) -> None:
     io = IoThread()
     io.start()
-    links = links_at(scene, tmp_path / "other", io, scene.events.put)
+    links = links_at(scene, tmp_path / "other", io)
     links.start(Recorder())
     io.close()
     links.close()
@@ -326,14 +332,14 @@ def test_a_guard_that_names_itself_again_is_hung_up_on_and_nothing_of_it_is_left
 # --- Reports
 
 
-def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
+def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.reporter.send(lambda g, r: LOADED)
-    scene.expect(("reported", LOADED, 12.5))
+    scene.expect_report()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for garbage in (b"not a report", b"", b"[" * 4000, encode(CommitQuestion(7)), b"x" * 20_000):
             stranger.sendto(garbage, scene.env.reports)
             assert scene.dropped.acquire(timeout=PATIENCE_S)
-    scene.has_room = False
+    monkeypatch.setattr(server, "MAX_WAITING_REPORTS", 0)
     scene.reporter.send(lambda g, r: LOADED)
     assert scene.dropped.acquire(timeout=PATIENCE_S)
     assert scene.events.empty()
@@ -343,15 +349,14 @@ def test_reports_are_read_together_and_not_without_end(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_AT_ONCE", 2)
-    posted: list[Event] = []
-    links = links_at(scene, tmp_path / "alone", scene.links._io, posted.append)
+    links = links_at(scene, tmp_path / "alone", scene.links._io)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
         for _ in range(3):
             worker.sendto(encode(LOADED), str(tmp_path / "alone.reports"))
     counts = []
     for _ in range(3):
-        links._read_reports(Recorder())
-        counts.append(len(posted))
+        links._read_reports()
+        counts.append(len(links._waiting))
     links.close()
     assert counts == [2, 3, 3]
 
@@ -369,7 +374,7 @@ def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene
             fcntl.flock(lock, fcntl.LOCK_SH)
             assert scene.reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
             assert scene.reporter.send(lambda g, r: LOADED, lock.fileno()), "which does not keep it"
-            scene.expect(("reported", LOADED, 12.5))
+            scene.expect_report()
     eventually(lambda: len(opened()) == 1)
     assert not os.get_inheritable(opened()[0])
     with open(path) as other, pytest.raises(BlockingIOError):
