@@ -93,9 +93,7 @@ class Answers:
     metrics: Callable[[], bytes]
     liveness: Callable[[], Probe]
     readiness: Callable[[], Probe]
-    pages: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    """In JSON, by path."""
-    queried: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
+    pages: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
     """By path."""
     slow: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
     """By path; they take the place of other pages of their path."""
@@ -118,8 +116,7 @@ class HealthServer:
             "/metrics": rested(lambda _: Page(HTTPStatus.OK, CONTENT_TYPE, answers.metrics()), clock),
             "/healthz": lambda _: _probe_page(answers.liveness()),
             "/readyz": lambda _: _probe_page(answers.readiness()),
-            **{path: json_page(render) for path, render in answers.pages.items()},
-            **answers.queried,
+            **answers.pages,
             **{path: self._slow_page(make) for path, make in answers.slow.items()},
         }
         self._lock = threading.Lock()

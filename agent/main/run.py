@@ -284,8 +284,9 @@ def _serve_http(agent: Agent) -> None:
         state.metrics,
         heartbeat.liveness,
         state.readiness,
-        {NODE_PATH: state.introduction, STATUS_PATH: state.node},
-        queried={
+        {
+            NODE_PATH: json_page(state.introduction),
+            STATUS_PATH: json_page(state.node),
             JOB_PATH: rested(json_page(state.job), agent.clock),
             PAGE_PATH: lambda _: page,
             EVENTS_PATH: board.events,

@@ -19,7 +19,16 @@ import pytest
 
 from elastic_agent import threads
 from elastic_agent.health import http as health_http
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
+from elastic_agent.health.http import (
+    NODE_PATH,
+    Answers,
+    HealthServer,
+    Limits,
+    Page,
+    Probe,
+    Request,
+    json_page,
+)
 from elastic_agent.health.metrics import CONTENT_TYPE
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
@@ -41,8 +50,8 @@ class Agent:
     now_s: float = 1000.0
 
     @property
-    def pages(self) -> dict[str, Callable[[], str]]:
-        return {NODE_PATH: lambda: self.introduction}
+    def pages(self) -> dict[str, Callable[[Request], Page]]:
+        return {NODE_PATH: json_page(lambda: self.introduction)}
 
 
 @pytest.fixture(autouse=True)
@@ -620,9 +629,7 @@ def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> 
     def page(request: Request) -> Page:
         return Page(HTTPStatus.OK, "text/html", repr(request).encode(), (("X-Kind", "a"),))
 
-    with served(
-        agent, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, queried={"/": page})
-    ) as server:
+    with served(agent, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, {"/": page})) as server:
         status, headers, body = get(server, "/?since=5")
         assert (status, headers["X-Kind"]) == (200, "a")
         assert body == repr(Request({"since": "5"})).encode()

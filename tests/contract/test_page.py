@@ -93,7 +93,7 @@ class Agent:
             lambda: b"",
             lambda: probe,
             lambda: probe,
-            queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
+            {PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
             slow={OVERVIEW_PATH: board.overview},
         )
         self.server = HealthServer(bind, answers)

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.store_link import MAX_ANSWER_BYTES, PeerLink, find
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
+from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe, json_page
 from elastic_agent.rendezvous.liveness import Peer, ProbeFailure
 from elastic_agent.rendezvous.records import Endpoint, PeerStatus
 
@@ -25,7 +25,9 @@ ME = PeerStatus("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 def agent() -> Iterator[Endpoint]:
     ok = Probe(True, "")
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json}))
+    server = HealthServer(
+        listener, Answers(lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: json_page(ME.to_json)})
+    )
     server.start()
     yield Endpoint(*server.address)
     server.close()

@@ -33,7 +33,7 @@ from elastic_agent.agent.observability.status import (
     NodeStatus,
     job_page,
 )
-from elastic_agent.health.http import Answers, HealthServer, Probe
+from elastic_agent.health.http import Answers, HealthServer, Probe, json_page
 from elastic_agent.rendezvous.records import (
     SCHEMA,
     WORLD_KEY,
@@ -62,7 +62,10 @@ class Node:
     def __init__(self, status: NodeStatus, job: JobStatus) -> None:
         self.status, self.job = status, job
         ok = Probe(True, "")
-        pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: job_page(self.job)}
+        pages = {
+            STATUS_PATH: json_page(lambda: STATUS_PAGE.encode(self.status)),
+            JOB_PATH: json_page(lambda: job_page(self.job)),
+        }
         listener = socket.create_server(("127.0.0.1", 0))
         self.server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, pages))
         self.http = Endpoint(*self.server.address)
