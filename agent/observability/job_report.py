@@ -163,7 +163,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
     nodes = tuple(_nodes(found, answers))
     statuses = [node.status for node in nodes if node.status is not None]
     leading = next((node.status for node in nodes if node.coordinates), None)
-    best = leading or found.agent or next(iter(statuses), None)
+    best = leading or job.agent or next(iter(statuses), None)
     state = _state(world, nodes)
     written = [node.step for node in job.nodes] + ([world.step] if world is not None else [])
     step = max([status.step for status in statuses], default=0) or max(written, default=0)
@@ -198,7 +198,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
 
 
 def _nodes(found: Found, answers: Mapping[str, NodeAnswer]) -> Iterator[NodeReport]:
-    job, world, asked = found.job, found.job.world, found.agent
+    job, world, asked = found.job, found.job.world, found.job.agent
     records = {record.incarnation: record for record in job.nodes}
     lives = world is not None and world.phase is not Phase.ENDED
     members = world.members if world is not None and lives else ()

@@ -56,8 +56,6 @@ class Found:
 
     asked: str
     job: JobStatus
-    agent: NodeStatus | None = None
-    """Own status of the agent that is the source, if one is."""
     notes: tuple[str, ...] = ()
     """Further problems, in words."""
 
@@ -158,17 +156,15 @@ class AgentsSource(Source):
 
     def _of_agents(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, self._timeout_s)
+        answers = ask_all(agents, JOB_PATH, JOB_PAGE, self._timeout_s)
         # The address of a killed agent stays for a moment.
         alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
         if not alive and self._job is None:
             raise self._no_agent(agents)
-        able = {http: http for http, answer in alive.items() if isinstance(answer, NodeStatus)}
-        views = ask_all(able, JOB_PATH, JOB_PAGE, self._timeout_s)
         found = [
-            self._through_coordinator(Found(f"agent {http}", view, status))
-            for http in able
-            if isinstance(status := alive[http], NodeStatus) and isinstance(view := views[http], JobStatus)
+            self._through_coordinator(Found(f"agent {http}", view))
+            for http, view in alive.items()
+            if isinstance(view, JobStatus)
         ]
         problems = [
             problem(http, how, self._timeout_s) for http, how in alive.items() if isinstance(how, Unreachable)
@@ -179,10 +175,8 @@ class AgentsSource(Source):
                 nothing = f"no agent of job {self._job} answers on this machine"
                 raise CannotDo(ExitCode.NOT_FOUND, "; ".join((nothing, *problems)))
         if not found:
-            strange = Unreachable.STRANGE in (*alive.values(), *views.values())
-            code = ExitCode.MISMATCH if strange else ExitCode.NO_ANSWER
-            reason = "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
-            raise CannotDo(code, reason)
+            strange = Unreachable.STRANGE in alive.values()
+            raise CannotDo(ExitCode.MISMATCH if strange else ExitCode.NO_ANSWER, "; ".join(problems))
         self.silent = tuple(problems)
         return _each_job_once(found)
 
@@ -194,7 +188,7 @@ class AgentsSource(Source):
             return found
         job = ask_all({"": http}, JOB_PATH, JOB_PAGE, self._timeout_s)[""]
         if isinstance(job, JobStatus) and job.complete and job.job == view.job:
-            return replace(found, job=job)
+            return replace(found, job=replace(job, agent=view.agent))
         return found
 
     def _no_agent(self, agents: Iterable[Endpoint]) -> CannotDo:
@@ -221,7 +215,7 @@ def _each_job_once(found: Iterable[Found]) -> list[Found]:
     chosen: list[Found] = []
     covered: set[str] = set()
     for one in sorted(found, key=lambda one: not one.job.complete):
-        if one.agent is not None and one.agent.incarnation in covered:
+        if one.job.agent is not None and one.job.agent.incarnation in covered:
             continue
         chosen.append(one)
         members = one.job.world.members if one.job.world is not None else ()
@@ -284,4 +278,4 @@ def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
             "job is there from its first agent's start on",
         )
     coordinator = nodes[0].node if nodes else None
-    return Found(where, JobStatus(job, world, tuple(nodes), coordinator, complete=True), None, tuple(notes))
+    return Found(where, JobStatus(job, world, tuple(nodes), coordinator, complete=True), tuple(notes))

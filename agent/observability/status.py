@@ -34,12 +34,12 @@ from .steps import StepRate
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 9
+SCHEMA = 10
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 256 * 1024
-MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
-"""As many nodes as fit into a world, each with its record."""
+MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES + MAX_STATUS_BYTES
+"""As many nodes as fit into a world, each with its record; and the status of who tells it."""
 
 MOST_CHECKS = 32
 
@@ -101,6 +101,8 @@ class JobStatus:
     coordinator: Name | None
     complete: bool
     """`nodes` holds every node that has a lease."""
+    agent: NodeStatus | None = None
+    """The status of the agent that says this; None: the store does."""
 
 
 JOB_PAGE = Document(JobStatus, SCHEMA, MAX_JOB_BYTES)
@@ -261,7 +263,9 @@ class NodeState:
     def job(self) -> str:
         seen = self.snapshot
         job = JobStatus(
-            self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
+            *(self._job_name, seen.world, seen.known_nodes, seen.coordinator),
+            complete=seen.coordinates,
+            agent=self._status(self.clock()),
         )
         return job_page(job, self.secrets)
 

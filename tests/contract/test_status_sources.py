@@ -64,12 +64,16 @@ class Node:
         ok = Probe(True, "")
         pages = {
             STATUS_PATH: json_page(lambda: STATUS_PAGE.encode(self.status)),
-            JOB_PATH: json_page(lambda: job_page(self.job)),
+            JOB_PATH: json_page(lambda: job_page(self.told)),
         }
         listener = socket.create_server(("127.0.0.1", 0))
         self.server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, pages))
         self.http = Endpoint(*self.server.address)
         self.server.start()
+
+    @property
+    def told(self) -> JobStatus:
+        return replace(self.job, agent=self.status)
 
 
 @pytest.fixture
@@ -195,7 +199,7 @@ def test_an_agent_that_does_not_coordinate_sends_on_to_the_one_that_does(node: C
     a.job = job_of(record("a", a.http), record("b", b.http), record("c", HOME))
     b.job = job_of(record("a", a.http), record("b", b.http), complete=False)
     (found,) = source_at(b.http).jobs()
-    assert (found.job, found.agent) == (JOB_PAGE.decode(job_page(a.job)), b.status)
+    assert found.job == replace(JOB_PAGE.decode(job_page(a.job)), agent=b.status)
     a.server.close()
     (alone,) = source_at(b.http).jobs()
     assert [record.node for record in alone.job.nodes] == ["a", "b"]
@@ -221,7 +225,7 @@ def test_every_job_is_listed_once(node: Callable[..., Node]) -> None:
 
 def test_an_agent_that_has_not_found_its_store_yet_is_shown_alone(node: Callable[..., Node]) -> None:
     a = node("a", JobStatus("digits", None, (), None, complete=False))
-    assert source_at(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.job, a.status)]
+    assert source_at(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.told)]
 
 
 def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(

@@ -110,14 +110,14 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        9,
+        10,
         {
             "NodeStatus": (
                 "node incarnation state waiting_for phase_s "
                 "workers step step_age_s checkpoint memory replica lease_age_s "
                 "lease_ttl_s backoff_s notice notice_s checks partners_unreachable"
             ),
-            "JobStatus": "job world nodes coordinator complete",
+            "JobStatus": "job world nodes coordinator complete agent",
             "Checkpoint": "step age_s",
             "Finding": "check outcome summary advice",
             "Outcome": "fail warn unknown ok",

@@ -308,7 +308,8 @@ def test_before_it_has_found_the_store_an_agent_waits_for_it(node: NodeState) ->
     status = status_of(node)
     assert (status.state, status.waiting_for) == ("init", "the rendezvous store")
     assert (status.workers, status.checkpoint, status.lease_age_s, status.phase_s) == (0, None, None, None)
-    assert JOB_PAGE.decode(node.job()) == JobStatus("digits", None, (), None, complete=False)
+    alone = JobStatus("digits", None, (), None, complete=False, agent=status_of(node))
+    assert JOB_PAGE.decode(node.job()) == alone
 
 
 def saved(step: int, result: Any = "ok") -> SaveReport:

@@ -175,7 +175,7 @@ def test_a_node_that_was_not_asked_is_hidden() -> None:
 
 def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_listed() -> None:
     asked = status("d", state="init", waiting_for="the rendezvous store")
-    job = made(Found("agent", JobStatus("digits", None, (), None, complete=False), asked), {})
+    job = made(Found("agent", JobStatus("digits", None, (), None, complete=False, agent=asked)), {})
     assert states(job) == [("d", "", "init")]
     assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
 
