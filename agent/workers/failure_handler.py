@@ -226,7 +226,9 @@ class FailureHandler:
         return world.cause.node if hangs else None
 
     def _ask_for_samples(self, generation: Generation, now: float) -> None:
-        if now < self._samples_due_at:
+        """Not while steps come, which say that all is well."""
+        stalled_s = generation.hang.stalled_s(generation.running, now)
+        if now < self._samples_due_at or (generation.hang.steps and stalled_s < LOOK_EVERY_S):
             return
         self._samples_due_at = now + LOOK_EVERY_S
         number, group = generation.number, generation.group
@@ -234,7 +236,6 @@ class FailureHandler:
         printed = {
             local_rank: self._processes.logs.printed(number, group.ranks[local_rank]) for local_rank in pids
         }
-        stalled_s = generation.hang.stalled_s(generation.running, now)
         self._processes.activity.look(number, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> HangProbe | None:

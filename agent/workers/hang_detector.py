@@ -10,9 +10,9 @@ learned. The detector is pure but for its own state: readings and instants are a
 clock.
 
 Activity is seen from outside: processor time, bytes, output, and waits that end. `ActivityReader` samples it in /proc,
-in a thread, since a process in trouble can hold up who reads it. A look costs some microseconds for each process of a
-worker; all of /proc is searched for them now and then only. Their threads, of which there may be hundreds, are looked
-at only while the worker itself is still.
+in a thread, since a process in trouble can hold up who reads it. While steps come there is no need to. A look costs
+some microseconds for each process of a worker; all of /proc is searched for them now and then only. Their threads, of
+which there may be hundreds, are looked at only while the worker itself is still.
 """
 
 from __future__ import annotations

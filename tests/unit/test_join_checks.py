@@ -216,7 +216,7 @@ def test_a_node_that_is_not_fit_ends_with_exit_code_73() -> None:
     )
     assert scene.training.started == []
     assert scene.state.findings == (FAILS,)
-    assert scene.probes.readiness().detail.endswith("gpu-ecc: 3 errors")
+    assert scene.state.readiness().detail.endswith("gpu-ecc: 3 errors")
 
 
 def test_a_node_that_is_fit_trains() -> None:

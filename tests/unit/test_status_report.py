@@ -182,7 +182,7 @@ def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_listed() -> Non
 
 def test_the_first_answer_of_the_asked_agent_stands_in_only_when_it_falls_silent() -> None:
     asked = status("b", step=1)
-    one = replace(found(), agent=asked)
+    one = found(agent=asked)
     assert made(one).nodes[1].status == ALL["b-1"]
     assert made(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == asked
 
