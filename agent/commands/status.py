@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 
 from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME, counted
-from ..common.exits import CannotDo, ExitCode
+from ..common.exits import CannotDo
 from ..configuration.config import CONFIG_FILE, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import Settings
@@ -36,10 +35,10 @@ from ..configuration.rendezvous import (
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
-from .command import columns, pause, printable, run_command
+from .command import columns, printable, run_command
 
 _USAGE = """\
-usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
+usage: elastic-agent status [--json] [--agent HOST:PORT]
        elastic-agent status [...] --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
        elastic-agent status JOB [...] [--pool NAME] [--rdzv-endpoint ...]
 
@@ -47,12 +46,6 @@ Shows what a job does and why: its state and generation, the last change and its
 node. Without an endpoint it asks the agents on this machine; with one, the store, with the options of the agents. JOB
 is looked for among the agents on this machine, and then in the pool's store; with --pool or an endpoint only there.
 """
-
-_INTERVAL = "2"
-
-
-def _read_interval(text: str) -> float:
-    return duration(0.1).parse(_INTERVAL if text == "true" else text)
 
 
 def _read_agent(text: str) -> Endpoint:
@@ -68,13 +61,7 @@ AGENT: Option[Endpoint | None] = STATUS_OPTIONS.option(
     Parser("host:port", _read_agent, metavar="HOST:PORT"),
     "ask the agent whose metrics are served there; its log says where",
 )
-JSON = STATUS_OPTIONS.flag("json", "one JSON document instead of text; with --watch one in each line")
-WATCH: Option[float | None] = STATUS_OPTIONS.option(
-    "watch",
-    Parser(duration(0.1).expects, _read_interval, metavar="[=DURATION]"),
-    f"look again and again, every {_INTERVAL} s or as often as said, until Ctrl-C",
-    flag=True,
-)
+JSON = STATUS_OPTIONS.flag("json", "one JSON document instead of text")
 TIMEOUT: Option[float] = STATUS_OPTIONS.option(
     "timeout", duration(0.1), "how long the store, and then the agents, may take to answer", default="3s"
 )
@@ -87,10 +74,23 @@ def main(words: Sequence[str]) -> int:
     return run_command("status", words, _USAGE, STATUS_OPTIONS, _work, takes="[JOB]", of_store=True)
 
 
-def _work(job: str, command_line: Settings) -> int:
+def _work(job: str, command_line: Settings) -> None:
     source = choose_source(command_line, os.environ, job or None)
-    timeout_s, interval_s = command_line[TIMEOUT].value, command_line[WATCH].value
-    return _show(source, timeout_s, interval_s, as_document=command_line[JSON].value)
+    jobs: list[JobReport] = []
+    problem: CannotDo | None = None
+    try:
+        jobs = look(source, command_line[TIMEOUT].value)
+    except CannotDo as nothing:
+        problem = nothing
+    if command_line[JSON].value:
+        print(_document(jobs, source.silent, problem), flush=True)
+    else:
+        blocks = ["\n".join(lines(one)) for one in jobs]
+        if source.silent:
+            blocks.append("\n".join(f"! {text}" for text in source.silent))
+        print("\n\n".join(blocks), flush=True, end="\n" if blocks else "")
+    if problem is not None:
+        raise problem
 
 
 # --- Which source
@@ -99,10 +99,9 @@ def _work(job: str, command_line: Settings) -> int:
 def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> Source:
     """`job` is the only one to show. Raises ConfigError with all problems."""
     agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
-    about_store = [
-        command_line[option].origin for option in (*_OF_THE_STORE, CONFIG_FILE) if option in command_line
-    ]
-    if agent is not None and (job is not None or any(option in command_line for option in _OF_THE_STORE)):
+    store_options = any(option in command_line for option in _OF_THE_STORE)
+    about_store = store_options or CONFIG_FILE in command_line
+    if agent is not None and (job is not None or store_options):
         problem = command_line[AGENT].problem("an agent, a job, or the store to ask", "leave out the others")
         command_line.problems.append(problem)
     if job is not None:
@@ -137,32 +136,7 @@ def _agents_here(
     return AgentsSource(here, timeout_s, here=True, job=job, otherwise=place)
 
 
-# --- Looking
-
-
-def _show(source: Source, timeout_s: float, interval_s: float | None, *, as_document: bool) -> int:
-    """Once, or until it is interrupted."""
-    while True:
-        jobs: list[JobReport] = []
-        problem: CannotDo | None = None
-        try:
-            jobs = look(source, timeout_s)
-        except CannotDo as nothing:
-            problem = nothing
-        if as_document:
-            print(_document(jobs, source.silent, problem, indent=interval_s is None), flush=True)
-        else:
-            _print_text(jobs, source.silent, problem, interval_s)
-        if problem is not None and (interval_s is None or problem.code is ExitCode.BAD_CONFIG):
-            raise problem
-        if interval_s is None:
-            return ExitCode.SUCCESS
-        pause(interval_s)
-
-
-def _document(
-    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotDo | None, *, indent: bool
-) -> str:
+def _document(jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotDo | None) -> str:
     """There always is one, also of a problem."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -173,24 +147,7 @@ def _document(
     }
     if problem is not None:
         document["problem"] = {"code": int(problem.code), "name": problem.code.name, "text": str(problem)}
-    return json.dumps(document, indent=2 if indent else None)
-
-
-def _print_text(
-    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotDo | None, interval_s: float | None
-) -> None:
-    """A terminal is cleared before each look but the first; in a pipe, blocks follow each other."""
-    blocks = ["\n".join(lines(job)) for job in jobs]
-    if notes := [f"! {text}" for text in silent]:
-        blocks.append("\n".join(notes))
-    if interval_s is not None:
-        if problem is not None:
-            blocks.append(f"elastic-agent status: {problem}")
-        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-        moment = f"{time.strftime('%H:%M:%S')}, again every {interval_s:g} s; Ctrl-C ends"
-        blocks = [clear + moment, *blocks, ""]
-    if blocks:
-        print("\n\n".join(blocks), flush=True)
+    return json.dumps(document, indent=2)
 
 
 # --- Words

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from tests.etcd_servers import EtcdCluster
@@ -163,67 +158,3 @@ def test_a_checkpoint_has_the_age_that_its_own_node_counts(job: Job) -> None:
     later = document(*at(agent.url))["checkpoint"]
     assert saved["step"] == later["step"] == 1
     assert 0 <= saved["age_s"] < later["age_s"] < PATIENCE_S
-
-
-# ---------------------------------------------------------------- as it is watched
-
-
-@contextmanager
-def watching(*words: str, stdout: int) -> Iterator[subprocess.Popen[bytes]]:
-    watch = subprocess.Popen(
-        [*COMMAND, "--watch=0.2", *words], stdout=stdout, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
-    )
-    try:
-        yield watch
-    finally:
-        watch.kill()
-        watch.communicate()
-
-
-def read_until(fd: int, pattern: bytes, times: int) -> bytes:
-    deadline, seen = time.monotonic() + PATIENCE_S, b""
-    while len(re.findall(pattern, seen)) < times:
-        assert select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0], seen.decode()
-        chunk = os.read(fd, 65536)
-        assert chunk, seen.decode()
-        seen += chunk
-    return seen
-
-
-def end_of(watch: subprocess.Popen[bytes]) -> tuple[int, bytes]:
-    assert watch.stderr is not None
-    return watch.wait(PATIENCE_S), watch.stderr.read()
-
-
-def test_watched_in_a_pipe_and_on_a_terminal(job: Job) -> None:
-    agent = job.start("a", "--rdzv-id", f"status-{job.id}", script=REPORTS)
-    job.wait_for_training(world=1)
-    target = at(agent.url)
-    title = f"job status-{job.id}".encode()
-
-    with watching(*target, stdout=subprocess.PIPE) as watch:
-        assert watch.stdout is not None
-        blocks = read_until(watch.stdout.fileno(), title, 3)
-        assert b"\x1b" not in blocks
-        assert b"Ctrl-C ends" in blocks
-        watch.send_signal(signal.SIGINT)
-        assert end_of(watch) == (130, b"")
-
-    with watching(*target, "--json", stdout=subprocess.PIPE) as watch:
-        assert watch.stdout is not None
-        for line in [watch.stdout.readline() for _ in range(2)]:
-            assert json.loads(line)["jobs"][0]["state"] == "running"
-        watch.stdout.close()
-        assert end_of(watch) == (141, b""), "it ends when nobody reads any more"
-
-    ours, theirs = pty.openpty()
-    with watching(*target, stdout=theirs) as watch:
-        os.close(theirs)
-        drawn = read_until(ours, title, 2)
-        assert drawn.count(b"\x1b[H\x1b[2J") == 2, "the terminal is cleared before each look"
-        old = job.generations()[-1]
-        os.kill(old.pid(0), signal.SIGKILL)
-        read_until(ours, rb"rank 0 on node a failed in generation 1", 1)
-        watch.send_signal(signal.SIGINT)
-        assert end_of(watch) == (130, b"")
-    os.close(ours)

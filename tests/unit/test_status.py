@@ -37,7 +37,7 @@ STORE = ("--rdzv-endpoint", "node1:29400")
     ("words", "kind"),
     [
         ((), AgentsSource),
-        (("--json", "--watch=5", "--timeout", "1s"), AgentsSource),
+        (("--json", "--timeout", "1s"), AgentsSource),
         (("--agent", "node1:9100"), AgentsSource),
         (STORE, StoreSource),
         ((*STORE, "--rdzv-id", "j", "--nproc-per-node", "2", "train.py", "--json"), StoreSource),
@@ -92,7 +92,6 @@ def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
         (("--agent", "node1:0"), "HOST:PORT"),
         (("--agent", "node1:1", *STORE), "an agent, a job, or the store to ask"),
         (("--timeout", "0"), "a duration from 0.1 s"),
-        (("--watch=0",), "a duration from 0.1 s"),
         (("--rdzv-id", "j"), "the address of the job's store"),
         (("--rdzv-backend", "memory"), "the address of the job's store"),
         (("--rdzv-backend", "etcd"), "the members of the etcd cluster"),
@@ -144,38 +143,28 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
         asked.jobs()
 
 
-class Enough(Exception):
-    """Ends a command that would go on for ever."""
-
-
 class FakeSource(Source):
-    """Answers what it is told, one after the other; that is then enough."""
-
-    def __init__(self, *answers: list[Found] | CannotDo) -> None:
-        self.answers = list(answers)
+    def __init__(self, answer: list[Found] | CannotDo) -> None:
+        self.answer = answer
 
     def jobs(self) -> list[Found]:
-        if not self.answers:
-            raise Enough
-        answer = self.answers.pop(0)
-        if isinstance(answer, CannotDo):
-            raise answer
-        return answer
+        if isinstance(self.answer, CannotDo):
+            raise self.answer
+        return self.answer
 
 
 @pytest.fixture
 def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets the command take a source with these answers."""
+    """Lets the command take a source with this answer."""
 
-    def take(*answers: list[Found] | CannotDo) -> None:
-        monkeypatch.setattr(status, "choose_source", lambda *_: FakeSource(*answers))
+    def take(answer: list[Found] | CannotDo) -> None:
+        monkeypatch.setattr(status, "choose_source", lambda *_: FakeSource(answer))
 
     return take
 
 
 EMPTY = [Found("agent", JobStatus("digits", None, (), None, complete=True))]
 NO_JOB = CannotDo(ExitCode.NO_JOB, "no such job")
-REFUSED = CannotDo(ExitCode.BAD_CONFIG, "a wrong password")
 
 
 def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,37 +208,6 @@ def test_json_is_a_document_also_when_there_is_nothing(
     out, err = capsys.readouterr()
     assert json.loads(out)["problem"] == {"code": 67, "name": "NO_JOB", "text": "no such job"}
     assert "no such job" in err
-
-
-def test_watching_goes_on_when_there_is_nothing_to_see(
-    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    through(EMPTY, NO_JOB, EMPTY)
-    with pytest.raises(Enough):
-        main(["status", "--watch=0.1"])
-    out, err = capsys.readouterr()
-    assert out.count("job digits: waiting") == 2
-    assert out.count("elastic-agent status: no such job") == 1
-    assert not err
-    assert "\x1b" not in out
-
-
-def test_watching_in_json_is_one_document_in_each_line(
-    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    through(EMPTY, NO_JOB, EMPTY)
-    with pytest.raises(Enough):
-        main(["status", "--watch=0.1", "--json"])
-    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [document["problem"] is None for document in documents] == [True, False, True]
-
-
-def test_watching_ends_when_trying_again_cannot_help(
-    through: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    through(EMPTY, REFUSED, EMPTY)
-    assert main(["status", "--watch=0.1"]) == ExitCode.BAD_CONFIG
-    assert "a wrong password" in capsys.readouterr().err
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
