@@ -69,7 +69,7 @@ Trouble = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Interval:
     """Time of one node between two accounts. Instants are of the node's wall clock."""
 
     began_at: float
@@ -119,25 +119,25 @@ class Report:
 def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report | None:
     """`journals` has one journal for each node. None: they say nothing of how time was spent."""
     events: list[JobEvent] = []
-    stretches: list[Stretch] = []
+    intervals: list[Interval] = []
     nodes = set()
     for journal in journals:
         for life in _lives(journal):
             nodes.add(life[0].node)
-            stretches += stretches_of(life)
+            intervals += intervals_of(life)
             events += (event for event in life if event.kind in _KEPT)
-    if not stretches:
+    if not intervals:
         return None
     events.sort(key=lambda event: event.at)
     ends = [event for event in events if event.kind is Kind.JOB_ENDED]
-    end = min(max(one.ended_at for one in stretches), ends[-1].at if ends else math.inf)
+    end = min(max(one.ended_at for one in intervals), ends[-1].at if ends else math.inf)
     worlds = {event.generation: event for event in reversed(events) if event.kind is Kind.WORLD}
     return Report(
         run,
         ends[-1].cause if ends else "",
-        min(*(one.began_at for one in stretches), end),
+        min(*(one.began_at for one in intervals), end),
         end,
-        job_seconds(stretches, end),
+        job_seconds(intervals, end),
         len(nodes),
         len(worlds),
         _troubles(worlds, events),
@@ -156,7 +156,7 @@ def _lives(journal: Iterable[JobEvent]) -> Iterator[list[JobEvent]]:
         yield life
 
 
-def stretches_of(life: Sequence[JobEvent]) -> Iterator[Stretch]:
+def intervals_of(life: Sequence[JobEvent]) -> Iterator[Interval]:
     """What its accounts say."""
     known = [activity.value for activity in Activity]
     accounts = [event for event in life if event.kind is Kind.ACCOUNTING]
@@ -169,21 +169,21 @@ def stretches_of(life: Sequence[JobEvent]) -> Iterator[Stretch]:
         waited_s, blocked_s = part.pop(WAITING), part.pop(BLOCKED)
         busy_s = sum(part.values())
         if waited_s:
-            yield Stretch(at, at + waited_s)
+            yield Interval(at, at + waited_s)
         at += waited_s
         if busy_s:
             shares = {use: spent / busy_s for use, spent in part.items()}
-            yield Stretch(at, at + busy_s, shares, min(1.0, blocked_s / busy_s))
+            yield Interval(at, at + busy_s, shares, min(1.0, blocked_s / busy_s))
         at += busy_s
         before = event.seconds
 
 
-def job_seconds(stretches: Sequence[Stretch], end: float) -> dict[str, float]:
-    """How a job spent its time up to the instant `end`, by the stretches of its nodes."""
+def job_seconds(intervals: Sequence[Interval], end: float) -> dict[str, float]:
+    """How a job spent its time up to the instant `end`, by the intervals of its nodes."""
     seconds = dict.fromkeys(NAMES, 0.0)
-    ends = ((stretch, at, change) for stretch in stretches for at, change in _ends(stretch))
+    ends = ((interval, at, change) for interval in intervals for at, change in _ends(interval))
     changes = sorted(
-        ((min(at, end), change, stretch) for stretch, at, change in ends), key=lambda one: one[0]
+        ((min(at, end), change, interval) for interval, at, change in ends), key=lambda one: one[0]
     )
     busy = waiting = 0
     """Nodes."""
@@ -192,7 +192,7 @@ def job_seconds(stretches: Sequence[Stretch], end: float) -> dict[str, float]:
     saves: list[tuple[float, float]] = []
     """A heap of negative share of saves, and end. Ended entries are removed once they are on top."""
     before = changes[0][0] if changes else 0.0
-    for at, change, stretch in changes:
+    for at, change, interval in changes:
         if at > before:
             while saves and saves[0][1] <= before:
                 heapq.heappop(saves)
@@ -207,14 +207,14 @@ def job_seconds(stretches: Sequence[Stretch], end: float) -> dict[str, float]:
             else:
                 seconds[WAITING if waiting else ABSENT] += at - before
         before = at
-        if not stretch.shares:
+        if not interval.shares:
             waiting += change
             continue
         busy += change
-        for use, share in stretch.shares.items():
+        for use, share in interval.shares.items():
             present[use] += change * share
-        if change > 0 and stretch.saving:
-            heapq.heappush(saves, (-stretch.saving, stretch.ended_at))
+        if change > 0 and interval.saving:
+            heapq.heappush(saves, (-interval.saving, interval.ended_at))
     if not any(seconds[use] for use in STEPS_TELL):
         for phase in BEGUN:
             seconds[RUNNING] += seconds[phase.value]
@@ -222,8 +222,8 @@ def job_seconds(stretches: Sequence[Stretch], end: float) -> dict[str, float]:
     return seconds
 
 
-def _ends(stretch: Stretch) -> tuple[tuple[float, int], tuple[float, int]]:
-    return (stretch.began_at, 1), (stretch.ended_at, -1)
+def _ends(interval: Interval) -> tuple[tuple[float, int], tuple[float, int]]:
+    return (interval.began_at, 1), (interval.ended_at, -1)
 
 
 def _troubles(worlds: Mapping[int, JobEvent], events: Iterable[JobEvent]) -> Mapping[Trouble, int]:

@@ -18,13 +18,13 @@ from elastic_agent.agent.commands.report import (
     REDONE,
     SAVING,
     WAITING,
+    Interval,
     Report,
-    Stretch,
     document,
+    intervals_of,
     job_seconds,
     lines,
     report_of,
-    stretches_of,
 )
 from elastic_agent.agent.observability.training_account import Activity
 from elastic_agent.agent.output.journal import JobEvent, Kind
@@ -261,7 +261,7 @@ def test_what_lies_between_two_accounts_is_mixed_but_for_what_came_before_the_wo
     a.begin(0.0)
     a.spend(waiting=2.0, start=1.0, init=3.0)
     a.spend(productive=5.0)
-    found = [(one.began_at - EPOCH, one.ended_at - EPOCH, one.shares) for one in stretches_of(a)]
+    found = [(one.began_at - EPOCH, one.ended_at - EPOCH, one.shares) for one in intervals_of(a)]
     assert [
         (at, until, {use: share for use, share in shares.items() if share}) for at, until, shares in found
     ] == [
@@ -381,31 +381,31 @@ STEPS = (PRODUCTIVE, REDONE, SAVING)
 
 
 @st.composite
-def any_stretches(draw: st.DrawFn) -> list[Stretch]:
+def any_intervals(draw: st.DrawFn) -> list[Interval]:
     uses = [use for use in NAMES if use not in (SAVING, ABSENT, WAITING)]
     found = []
     for _ in range(draw(st.integers(1, 8))):
         began_at, length = draw(SECONDS), draw(st.integers(1, 16)) / 8
         shares = {draw(st.sampled_from(uses)): 0.25} | {draw(st.sampled_from(uses)): 0.75}
         shares = draw(st.sampled_from([{}, shares if len(shares) == 2 else {PRODUCTIVE: 1.0}]))
-        found.append(Stretch(began_at, began_at + length, shares, draw(st.sampled_from([0.0, 0.5, 1.0]))))
-    return [*found, Stretch(0.0, 0.125, {PRODUCTIVE: 1.0})]
+        found.append(Interval(began_at, began_at + length, shares, draw(st.sampled_from([0.0, 0.5, 1.0]))))
+    return [*found, Interval(0.0, 0.125, {PRODUCTIVE: 1.0})]
 
 
-@given(any_stretches(), SECONDS)
-def test_each_instant_is_divided_without_rest(stretches: list[Stretch], end: float) -> None:
+@given(any_intervals(), SECONDS)
+def test_each_instant_is_divided_without_rest(intervals: list[Interval], end: float) -> None:
     """Between two changes, node by node."""
     wanted = dict.fromkeys(NAMES, 0.0)
-    instants = sorted({min(at, end) for one in stretches for at in (one.began_at, one.ended_at)})
+    instants = sorted({min(at, end) for one in intervals for at in (one.began_at, one.ended_at)})
     for at, until in pairwise(instants):
-        present = [one for one in stretches if one.began_at <= at and until <= one.ended_at]
+        present = [one for one in intervals if one.began_at <= at and until <= one.ended_at]
         busy = [one for one in present if one.shares]
         for one in busy:
             for use, share in one.shares.items():
                 wanted[use] += share * (until - at) / len(busy)
         if not busy:
             wanted[WAITING if present else ABSENT] += until - at
-    found = job_seconds(stretches, end)
+    found = job_seconds(intervals, end)
     if any(found[use] for use in STEPS):
         for use in set(NAMES) - set(STEPS):
             assert found[use] == pytest.approx(wanted[use], abs=1e-9)
@@ -413,11 +413,11 @@ def test_each_instant_is_divided_without_rest(stretches: list[Stretch], end: flo
 
 
 def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None:
-    stretches = [
-        Stretch(0.0, 10.0, {REDONE: 1.0}),
-        Stretch(0.0, 10.0, {PRODUCTIVE: 1.0}, saving=0.4),
+    intervals = [
+        Interval(0.0, 10.0, {REDONE: 1.0}),
+        Interval(0.0, 10.0, {PRODUCTIVE: 1.0}, saving=0.4),
     ]
-    for order in (stretches, stretches[::-1]):
+    for order in (intervals, intervals[::-1]):
         found = job_seconds(order, 10.0)
         assert (found[PRODUCTIVE], found[REDONE], found[SAVING]) == (1.0, 5.0, 4.0)
 
