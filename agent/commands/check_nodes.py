@@ -23,16 +23,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from ... import __version__
-from ...codec import AtMost, Checked, Count, Document, Invalid
+from ...codec import Checked, Count, Document, Invalid
 from ...health.checks.finding import Finding, Outcome, worst_first
 from ...health.checks.pair_probes import AllReduceOrder, all_reduce, reach, serve
 from ...health.checks.pairs import (
-    MOST_NODES,
     AllReduce,
     CheckResults,
     Node,
@@ -213,7 +212,7 @@ class LocalNode:
 
 PREFIX = "check/"
 NODES, RESULTS, STAGE, REPORT = "nodes/", "results/", "stage", "report"
-SCHEMA = 2
+SCHEMA = 3
 MOST_CHARS = 1 << 20
 """Less than a store takes in one request."""
 OUTAGE_S = 20.0
@@ -223,17 +222,11 @@ CONFIRMS_PER_TTL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Checked):
-    node: Node
-    life: Node
-
-
-@dataclass(frozen=True, slots=True)
 class Stage(Checked):
-    """What all of these nodes do now; the first one leads."""
+    """What all of these nodes do now, each with its life; the first one leads."""
 
     number: Count
-    members: Annotated[tuple[Member, ...], AtMost(MOST_NODES)]
+    members: dict[Node, Node]
 
 
 _FACTS = Document(NodeFacts, SCHEMA, MOST_CHARS)
@@ -377,14 +370,14 @@ class NodesCheck:
                 leader = self._store.oldest() or ""
                 if leader == self._me:
                     return self._lead()
-            elif Member(self._me, self._local.facts.life) not in stage.members:
+            elif stage.members.get(self._me) != self._local.facts.life:
                 if not busy:
                     self._show(
                         "another check is under way with this store and --rdzv-id: waiting for its end"
                     )
                 busy = True
             elif stage.number > done:
-                done, leader = stage.number, stage.members[0].node
+                done, leader = stage.number, next(iter(stage.members))
                 self._carry_out(stage)
                 until = time.monotonic() + patient_s
             elif (report := self._store.report()) is not None:
@@ -402,7 +395,7 @@ class NodesCheck:
             time.sleep(self._look_s)
 
     def _carry_out(self, stage: Stage) -> None:
-        there = [member.node for member in stage.members]
+        there = [*stage.members]
         self._names = self._names or tuple(there)
         others: Sequence[str] = tried_by(self._me, there)
         if stage.number > 0:
@@ -449,7 +442,7 @@ class NodesCheck:
         """All do it, and this one gathers what they find."""
         lives = {one.node: one.life for one in found.nodes if one.node not in found.gone}
         until = time.monotonic() + STAGE_S
-        stage = Stage(number, tuple(Member(*member) for member in lives.items()))
+        stage = Stage(number, lives)
         self._store.put(STAGE, STAGES, stage)
         self._carry_out(stage)
         while True:

@@ -15,7 +15,6 @@ from elastic_agent.agent.commands.check_nodes import (
     CheckStore,
     LeaderGone,
     LocalNode,
-    Member,
     NodesCheck,
     Stage,
 )
@@ -212,7 +211,7 @@ def test_a_node_that_comes_late_waits_for_the_next_check(store: MemoryStore) -> 
     """And is no part of the one that is under way, even under the name of one of its nodes."""
     first, said = CheckStore(store, 5.0), list[str]()
     assert first.join(facts_of("a"))
-    first.put(check_nodes.STAGE, check_nodes.STAGES, Stage(0, (Member("a", "a-1"), Member("b", "b-0"))))
+    first.put(check_nodes.STAGE, check_nodes.STAGES, Stage(0, {"a": "a-1", "b": "b-0"}))
     late = CheckStore(store, 5.0)
     assert late.join(facts_of("b"))
     done = list[PairsReport]()
