@@ -1,6 +1,6 @@
 """The variables of a worker's environment: who chose each, and why.
 
-Several rooms choose what a worker sees: torchrun's contract, the device it is pinned to, the
+Several sources choose what a worker sees: torchrun's contract, the device it is pinned to, the
 network it trains over, the settings of NCCL and torch. Each hands over `Variable`s; `compose` puts them on top of
 what the worker inherits. A *yielding* variable is a default: what the user has set is stronger.
 """
@@ -16,14 +16,14 @@ USER = "you"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One variable as one room wants it; `reason` is the sentence that a person reads about it."""
+    """One variable as one source wants it; `reason` is the sentence that a person reads about it."""
 
     name: str
     value: str
     reason: str
     yielding: bool = True
     by: str = "elastic-agent"
-    """The room that chose it, in a word or two."""
+    """The source that chose it, in a word or two."""
     aliases: tuple[str, ...] = ()
     """Other names of the same setting: a yielding variable yields to what the user has set under any of them."""
 

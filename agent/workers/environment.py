@@ -147,8 +147,8 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
         bad_state=f"{bad.generation}:{bad.step}" if bad is not None else "",
     ).variables()
     return tuple(
-        Variable(name, str(value), reason, yielding=False, by=room)
-        for room, reason, group in (
+        Variable(name, str(value), reason, yielding=False, by=source)
+        for source, reason, group in (
             ("torchrun", "its contract: where a worker stands and whom it meets", torchrun),
             ("elastic-agent", "for the worker library", ours),
         )
