@@ -30,8 +30,19 @@ from ..agent.configuration.parse import YES_OR_NO, Option
 from ..rendezvous.errors import Compacted, StoreRefused, StoreUnavailable
 from ..rendezvous.store.interface import Compare, Put, Store, Watch
 from ..rendezvous.text import counted
-from .job_logs import MOST_BYTES, PATH
-from .records import RESULTS_PREFIX, SCOPES, Cancel, Job, JobResult, Outcome, Pool, PoolNode, PoolView
+from .records import (
+    LOGS_PATH,
+    MOST_LOG_BYTES,
+    RESULTS_PREFIX,
+    SCOPES,
+    Cancel,
+    Job,
+    JobResult,
+    Outcome,
+    Pool,
+    PoolNode,
+    PoolView,
+)
 from .schedule import why_waiting
 
 
@@ -315,9 +326,9 @@ def ask_daemon(node: PoolNode, job: str, start: int) -> bytes:
     if node.http is None:
         raise Unreadable("its daemon answers on its own loopback only (--http-address)")
     bearer = {"Authorization": f"Bearer {node.token}"}
-    target = f"{PATH}?{urlencode({'job': job, 'start': start})}"
+    target = f"{LOGS_PATH}?{urlencode({'job': job, 'start': start})}"
     try:
-        reply = request(node.http, target, time.monotonic, ANSWER_S, MOST_BYTES, headers=bearer)
+        reply = request(node.http, target, time.monotonic, ANSWER_S, MOST_LOG_BYTES, headers=bearer)
     except (OSError, NoAnswer) as error:
         raise Unreadable(f"no answer from {node.http}: {error}") from None
     if reply.status not in (200, 404):
@@ -360,7 +371,7 @@ class JobLog:
             pieces = list(threads.map(self._piece, asked))
         for node, piece in zip(asked, pieces, strict=True):
             self._show(node.node, piece, last)
-        return any(len(piece) == MOST_BYTES for piece in pieces)
+        return any(len(piece) == MOST_LOG_BYTES for piece in pieces)
 
     def _piece(self, node: PoolNode) -> bytes:
         try:
@@ -371,9 +382,9 @@ class JobLog:
 
     def _show(self, name: str, piece: bytes, last: bool) -> None:
         whole = piece[: piece.rfind(b"\n") + 1]
-        if not whole and len(piece) == MOST_BYTES:
+        if not whole and len(piece) == MOST_LOG_BYTES:
             whole = piece  # a part of a very long line
-        elif last and len(piece) < MOST_BYTES and not piece.endswith(b"\n"):
+        elif last and len(piece) < MOST_LOG_BYTES and not piece.endswith(b"\n"):
             whole = piece and piece + b"\n"
         if piece:
             self._read_to[name] = self._read_to.get(name, 0) + min(len(whole), len(piece))

@@ -43,12 +43,10 @@ from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
 from ..threads import listen
 from ..worker.wire.shared_progress import clock
-from .job_agent import JobAgent, agent_words, own_words, seat_end
-from .job_logs import PATH as LOGS_PATH
-from .job_logs import JobLogs, LogPage
+from .job_agent import JobAgent, JobLogs, agent_words, own_words, seat_end
 from .member import Assignment, PoolMember
 from .pages import DaemonPages, DaemonSnapshot, PoolMetrics
-from .records import MOST_NODES, PoolNode, SeatEnd, SeatOutcome
+from .records import LOGS_PATH, MOST_NODES, PoolNode, SeatEnd, SeatOutcome
 from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
@@ -103,8 +101,8 @@ def _run(
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
     root = _log_root(config)
     logs = JobLogs(root, name)
-    pages = DaemonPages(PoolMetrics(pool, name), name, clock)
-    served_at = _serve(http, pages, LogPage(logs, token), parts)
+    pages = DaemonPages(PoolMetrics(pool, name), name, logs, token, clock)
+    served_at = _serve(http, pages, parts)
     options = store_options(config, network.endpoint, listener)
     store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
     parts.callback(store.close)
@@ -160,11 +158,12 @@ def _new_run(config: Config, environment: Mapping[str, str], network: Network) -
     return lambda: CheckRun(checks_for(needs), needs, environment)
 
 
-def _serve(
-    http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack
-) -> tuple[str, int]:
+def _serve(http: socket.socket, pages: DaemonPages, parts: contextlib.ExitStack) -> tuple[str, int]:
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
-    slow = {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}  # they wait for another process or a disk
+    slow = {
+        "/metrics": pages.all_metrics,
+        LOGS_PATH: pages.job_log,
+    }  # they wait for another process or a disk
     server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, slow=slow))
     server.start()
     parts.callback(server.close)

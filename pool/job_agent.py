@@ -1,16 +1,22 @@
-"""A node's part of a job: the command line of the job's agent there, its process, and what its end means for the job.
+"""A node's part of a job: the command line of the job's agent there, its process, what it prints, and what its end
+means for the job.
 
 The agent is the `elastic-agent` of any other job, as a child process of the daemon in a session of its own: the
 standby, which becomes it, or a process that is started for it. It leaves its job by plan when the daemon ends, however
-that ends, and what it prints goes to a file.
+that ends. What it prints goes to DIR/<node>/<job>.log, below the daemon's log directory: the newest `KEPT` are kept,
+and those of jobs that go on. The folders of the jobs' runs, with a file for each worker, are beside, as without a pool
+(`agent/output/log_files.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import signal
+import stat
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +40,7 @@ from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
 from .member import Assignment
-from .records import SeatEnd, SeatOutcome, short
+from .records import MOST_LOG_BYTES, SeatEnd, SeatOutcome, short
 from .standby import DAEMON_ENDED, AgentCommand, Standby, start_child
 
 OF_THE_POOL: frozenset[str] = frozenset(
@@ -181,3 +187,70 @@ class JobAgent:
             self.leaves = True  # before the thread that waits for it can see its end
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # nothing where the first one has ended it by now
+
+
+# ---------------------------------------------------------------- what it prints
+
+KEPT = 1000
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class JobLogs:
+    """Of one node."""
+
+    def __init__(self, root: Path, node: str) -> None:
+        self._folder = root / node
+        self._unfinished = [log for log in self._folder.glob("*.log") if _is_held(log)]
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Jobs of an earlier daemon of this node that have processes here still."""
+        self._unfinished = [log for log in self._unfinished if _is_held(log)]
+        return tuple(sorted(log.stem for log in self._unfinished))
+
+    def begin(self, job: str) -> BinaryIO:
+        """The open file for what the job's agents print here. As long as a process that was started with it lives,
+        `unfinished` finds it, and it is not deleted; a disk without locks has none to find. Raises OSError."""
+        if _JOB.fullmatch(job) is None:
+            raise OSError(f"{job!r} is no name for a file: submit the job anew")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        output = (self._folder / f"{job}.log").open("a+b")  # NFS locks for sharing what is open for reading
+        with contextlib.suppress(OSError):
+            os.utime(output.fileno())  # the newest, on a disk without locks, too
+            fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        Thread(self._prune, "job-logs", lambda: None).start()
+        return output
+
+    def _prune(self) -> None:
+        """In a thread of its own: a disk takes its time for a thousand files."""
+        with contextlib.suppress(OSError):
+            for log in sorted(self._folder.glob("*.log"), key=lambda log: log.lstat().st_mtime)[:-KEPT]:
+                if not _is_held(log):
+                    log.unlink()
+
+    def read(self, job: str, start: int) -> bytes:
+        """What the job's agents have printed, from this byte on; `MOST_LOG_BYTES` at most. Raises FileNotFoundError
+        when nothing of the job is on this node, and OSError."""
+        if _JOB.fullmatch(job) is None:
+            raise FileNotFoundError(f"nothing of a job {job!r} is here")
+        fd = os.open(self._folder / f"{job}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.pread(fd, MOST_LOG_BYTES, start) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        finally:
+            os.close(fd)
+
+
+def _is_held(output: Path) -> bool:
+    """NFS gives this lock only on a file that is open for writing."""
+    try:
+        file = os.open(output, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)

@@ -1,10 +1,11 @@
-"""What a daemon answers over HTTP: probes, and numbers of its pool and of the job that runs here.
+"""What a daemon answers over HTTP: probes, numbers of its pool and of the job that runs here, and what jobs print here.
 
 docs/metrics.md lists the numbers of the pool, like those of an agent.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from http import HTTPStatus
 
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
-from ..health.http import Page, Probe, Request
+from ..health.http import TEXT, Page, Probe, Request
 from ..health.metrics import CONTENT_TYPE, Gauge, Level, Registry, Row
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store, run_prefix
+from .job_agent import JobLogs
 from .records import PoolCounts
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,12 @@ class PoolMetrics(Registry):
 class DaemonPages:
     """All methods but `begin` are for any thread."""
 
-    def __init__(self, metrics: PoolMetrics, node: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: PoolMetrics, node: str, logs: JobLogs, token: str, clock: Callable[[], float]
+    ) -> None:
+        """The token in this node's record opens the logs: who reads the store may read them."""
         self._metrics, self._node, self._clock = metrics, node, clock
+        self._logs, self._token = logs, token
         self._parts: tuple[Callable[[], DaemonSnapshot], Store] | None = None
 
     def begin(self, newest: Callable[[], DaemonSnapshot], store: Store) -> None:
@@ -103,3 +109,16 @@ class DaemonPages:
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
             log.debug("no metrics of job %s: %s", job, error)
             return ""
+
+    def job_log(self, request: Request) -> Page:
+        """A piece of what a job has printed here."""
+        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
+            missing = b"the token in this node's record of the pool is missing\n"
+            return Page(HTTPStatus.UNAUTHORIZED, TEXT, missing)
+        try:
+            piece = self._logs.read(request.query.get("job", ""), int(request.query.get("start", 0)))
+        except FileNotFoundError:
+            return Page(HTTPStatus.NOT_FOUND, TEXT, b"nothing of this job is here\n")
+        except (ValueError, OverflowError, OSError) as error:
+            return Page(HTTPStatus.BAD_REQUEST, TEXT, f"{type(error).__name__}\n".encode())
+        return Page(HTTPStatus.OK, "application/octet-stream", piece)

@@ -38,6 +38,11 @@ JOBS_PREFIX = "jobs/"
 CANCELS_PREFIX = "cancels/"
 RESULTS_PREFIX = "results/"
 
+LOGS_PATH = "/logs"
+"""Of the page of a daemon on which its part of a job's log is, for who has the token of its record."""
+MOST_LOG_BYTES = 256 * 1024
+"""Of one answer there."""
+
 MAX_JOB_CHARS = 96 * 1024
 """Of one job: a thousand of them must fit into a store."""
 MAX_RECORD_CHARS = 1024 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics
+from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
     Job,
@@ -39,8 +41,8 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def pages() -> DaemonPages:
-    return DaemonPages(PoolMetrics("p", "n"), "n", lambda: NOW)
+def pages(tmp_path: Path) -> DaemonPages:
+    return DaemonPages(PoolMetrics("p", "n"), "n", JobLogs(tmp_path, "n"), "t", lambda: NOW)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from typing import IO
 import pytest
 
 from elastic_agent.health.http import Request
-from elastic_agent.pool import commands, job_logs
+from elastic_agent.pool import commands, job_agent
 from elastic_agent.pool.commands import JobLog, Unreadable, ask_daemon, nodes_of
-from elastic_agent.pool.job_agent import JobAgent
-from elastic_agent.pool.job_logs import JobLogs, LogPage
+from elastic_agent.pool.job_agent import JobAgent, JobLogs
+from elastic_agent.pool.pages import DaemonPages, PoolMetrics
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, PoolView, Record, Run, Seat
 from elastic_agent.pool.standby import AgentCommand, Standby
 from elastic_agent.rendezvous.records import Endpoint
@@ -40,6 +40,10 @@ def logs(root: Path) -> JobLogs:
     return logs
 
 
+def page_of(logs: JobLogs) -> DaemonPages:
+    return DaemonPages(PoolMetrics("p", "a"), "a", logs, "t", time.monotonic)
+
+
 # --- Which file
 
 
@@ -55,7 +59,7 @@ def test_what_cannot_be_read_is_no_failure_of_the_daemon(logs: JobLogs, root: Pa
     (root / "a/j.log").symlink_to("/etc/passwd")
     with pytest.raises(OSError, match="symbolic link"):
         logs.read("j", 0)
-    status, _, text, _ = LogPage(logs, "t").answer(Request({"job": "j"}, "t"))
+    status, _, text, _ = page_of(logs).job_log(Request({"job": "j"}, "t"))
     assert status == HTTPStatus.BAD_REQUEST
     assert b"root" not in text
 
@@ -67,7 +71,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_no_reader_up(logs: JobLogs, root: P
 
 
 def test_a_file_comes_in_pieces(logs: JobLogs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_logs, "MOST_BYTES", 3)
+    monkeypatch.setattr(job_agent, "MOST_LOG_BYTES", 3)
     assert [logs.read("j", start) for start in (0, 3, 99)] == [b"of ", b"j\n", b""]
 
 
@@ -89,7 +93,7 @@ def test_a_file_comes_in_pieces(logs: JobLogs, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_only_who_has_the_token_reads(logs: JobLogs, query: dict[str, str], token: str, status: int) -> None:
-    assert LogPage(logs, "t").answer(Request(query, token))[0] == status
+    assert page_of(logs).job_log(Request(query, token))[0] == status
 
 
 # --- What is kept
@@ -98,7 +102,7 @@ def test_only_who_has_the_token_reads(logs: JobLogs, query: dict[str, str], toke
 def test_the_newest_logs_are_kept_and_those_of_jobs_that_go_on(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_logs, "KEPT", 4)
+    monkeypatch.setattr(job_agent, "KEPT", 4)
     logs = JobLogs(root, "a")
     with logs.begin("goes_on"):
         for age, job in enumerate(("oldest", "old", "new", "newer")):
@@ -116,8 +120,8 @@ def test_the_newest_logs_are_kept_and_those_of_jobs_that_go_on(
 
 def test_no_job_waits_for_the_disk_to_delete_old_logs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moves, logs = threading.Event(), JobLogs(root, "a")
-    monkeypatch.setattr(job_logs, "KEPT", 1)
-    monkeypatch.setattr(job_logs, "_is_held", lambda log: not moves.wait(20.0))
+    monkeypatch.setattr(job_agent, "KEPT", 1)
+    monkeypatch.setattr(job_agent, "_is_held", lambda log: not moves.wait(20.0))
     began = time.monotonic()
     for job in ("one", "two"):
         logs.begin(job).close()
@@ -194,7 +198,7 @@ class Nodes:
     def ask(self, node: PoolNode, job: str, start: int) -> bytes:
         if node.node in self.silent:
             raise Unreadable(self.silent[node.node])
-        return self.files.get(node.node, b"")[start:][: commands.MOST_BYTES]
+        return self.files.get(node.node, b"")[start:][: commands.MOST_LOG_BYTES]
 
 
 def view_of(*records: Record) -> PoolView:
@@ -240,7 +244,7 @@ def test_whole_lines_of_all_nodes_are_shown_and_at_last_one_that_has_not_ended(
 def test_pieces_become_whole_lines(
     nodes: Nodes, capsysbinary: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "MOST_BYTES", 4)
+    monkeypatch.setattr(commands, "MOST_LOG_BYTES", 4)
     nodes.files = {"a": b"1\n23\n4567890\n"}
     log, view = JobLog("j"), view_of(A, JOB, ON_A)
     reads = [(log.read(view, last=False), capsysbinary.readouterr().out) for _ in range(5)]
