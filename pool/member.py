@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..rendezvous.node.transactions import RETRY, PendingRequest
-from ..rendezvous.records import STOP_KEY, WORLD_KEY
 from ..rendezvous.store.interface import (
     Answer,
     Change,
@@ -32,13 +31,8 @@ from ..rendezvous.store.interface import (
     Request,
     Snapshot,
     Subscription,
-    run_prefix,
 )
 from .records import (
-    CANCELS_PREFIX,
-    JOBS_PREFIX,
-    PLAN_KEY,
-    RESULTS_PREFIX,
     SCOPES,
     Job,
     Pool,
@@ -69,29 +63,6 @@ class WriteNode:
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
         return (Put(self.record.key, self.record.to_json(), self.lease),)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteDecision:
-    """What the coordinator has decided: all of it, or nothing."""
-
-    plan_revision: int
-    decision: Decision
-
-    @property
-    def compares(self) -> tuple[Compare, ...]:
-        unwritten = tuple(Compare(result.key, 0) for result in self.decision.results)
-        return (Compare(PLAN_KEY, self.plan_revision), *unwritten)
-
-    @property
-    def writes(self) -> tuple[Put | Delete, ...]:
-        writes: list[Put | Delete] = [Put(PLAN_KEY, self.decision.plan.to_json())]
-        for result in self.decision.results:
-            writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
-        for job in self.decision.forgotten:
-            left = (run_prefix(job) + key for key in (WORLD_KEY, STOP_KEY))
-            writes += [Delete(key) for key in (JOBS_PREFIX + job, RESULTS_PREFIX + job, *left)]
-        return tuple(writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +185,7 @@ class PoolMember:
         if not self.coordinates:
             return None
         decision = self._decide(self.view.pool(self._lost(now)), self._wall())
-        return WriteDecision(self.view.plan_revision, decision) if decision is not None else None
+        return replace(decision, plan_revision=self.view.plan_revision) if decision is not None else None
 
     def wake_at(self, now: float) -> float | None:
         """The instant at which there is more to do without any event. A coordinator turns once a second besides:
@@ -248,7 +219,7 @@ class PoolMember:
                 if answer.succeeded:
                     self._written = request.record
                 self._see_own(answer.entries[0], now)
-            elif isinstance(request, WriteDecision) and isinstance(answer, Outcome) and not answer.succeeded:
+            elif isinstance(request, Decision) and isinstance(answer, Outcome) and not answer.succeeded:
                 self.subscription = None
         except RecordInvalid as error:
             self.mismatch = str(error)

@@ -22,9 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..rendezvous.records import STOP_KEY, WORLD_KEY
+from ..rendezvous.store.interface import Compare, Delete, Put, run_prefix
 from ..rendezvous.text import counted, shortened
 from .records import (
+    CANCELS_PREFIX,
+    JOBS_PREFIX,
     MOST_NODES,
+    PLAN_KEY,
+    RESULTS_PREFIX,
     Ending,
     Job,
     JobResult,
@@ -62,12 +68,29 @@ _DECIDES = {SeatOutcome.SUCCEEDED: Outcome.SUCCEEDED, SeatOutcome.FAILED: Outcom
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the coordinator writes, all at once."""
+    """What the coordinator writes: all of it, or nothing."""
 
     plan: Plan
     results: tuple[JobResult, ...] = ()
     forgotten: tuple[str, ...] = ()
     """Jobs of which nothing is kept any more."""
+    plan_revision: int = 0
+    """Of the plan that it takes the place of; 0: there is none."""
+
+    @property
+    def compares(self) -> tuple[Compare, ...]:
+        unwritten = tuple(Compare(result.key, 0) for result in self.results)
+        return (Compare(PLAN_KEY, self.plan_revision), *unwritten)
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        writes: list[Put | Delete] = [Put(PLAN_KEY, self.plan.to_json())]
+        for result in self.results:
+            writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
+        for job in self.forgotten:
+            left = (run_prefix(job) + key for key in (WORLD_KEY, STOP_KEY))
+            writes += [Delete(key) for key in (JOBS_PREFIX + job, RESULTS_PREFIX + job, *left)]
+        return tuple(writes)
 
 
 def decide(pool: Pool, now: float) -> Decision | None:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from elastic_agent.pool.daemon import TURN_S
-from elastic_agent.pool.member import Assignment, PoolMember, WriteDecision
+from elastic_agent.pool.member import Assignment, PoolMember
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
@@ -318,12 +318,12 @@ class PoolSimulation:
         if isinstance(request, Read):
             return self.kv.read(request.scopes, self.now)
         compares: tuple[Compare, ...] = request.compares
-        if self.bug == "the plan is written without compare" and isinstance(request, WriteDecision):
+        if self.bug == "the plan is written without compare" and isinstance(request, Decision):
             compares = compares[1:]
         live = self._live()
         outcome = self.kv.transact(compares, request.writes, self.now)
-        if isinstance(request, WriteDecision) and outcome.succeeded:
-            self._check_decision(request.decision, live)
+        if isinstance(request, Decision) and outcome.succeeded:
+            self._check_decision(request, live)
         return outcome
 
     def _submit(self, name: str) -> None:

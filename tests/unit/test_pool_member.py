@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteDecision, WriteNode
+from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteNode
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
@@ -23,7 +23,7 @@ from elastic_agent.pool.records import (
     SeatEnd,
     SeatOutcome,
 )
-from elastic_agent.pool.schedule import REFUSAL_S
+from elastic_agent.pool.schedule import REFUSAL_S, Decision
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Answer, Grant, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -338,7 +338,7 @@ def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -
     bench.kv.transact((), (Put(job.key, job.to_json()),), bench.now)
     a._watch()
     decision = a.member.request(bench.now)
-    assert isinstance(decision, WriteDecision)
+    assert isinstance(decision, Decision)
     bench.kv.transact((), (Put(PLAN_KEY, Plan(7).to_json()),), bench.now)
     a.member.answered(decision, bench.serve(decision, connected=True), bench.now)
     assert a.member.subscription is None

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import WriteDecision
 from elastic_agent.pool.records import (
     MAX_REASON,
     MAX_RECORD_CHARS,
@@ -500,7 +499,7 @@ def test_the_plan_stays_small_when_every_node_refuses_every_job() -> None:
             for seat in run.seats:
                 bench.end(seat.node, SeatOutcome.NOT_HERE, 73, reason[:MAX_REASON])
     assert sum(len(run.refusals) for run in bench.plan.attempts) <= MOST_REFUSALS
-    assert len(WriteDecision(1, Decision(bench.plan)).writes) == 1
+    assert len(Decision(bench.plan).writes) == 1
     assert len(bench.plan.to_json()) < MAX_RECORD_CHARS / 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_agent.pool.member import WriteDecision
 from elastic_agent.pool.records import JobResult, Outcome, Plan
 from elastic_agent.pool.schedule import MOST_AT_ONCE, Decision
 from elastic_agent.rendezvous.store.interface import Delete
@@ -11,7 +10,7 @@ ETCD_MAX_TXN_OPS = 128
 
 
 def test_of_a_forgotten_job_nothing_is_left_in_the_store() -> None:
-    writes = WriteDecision(3, Decision(Plan(), forgotten=("j",))).writes
+    writes = Decision(Plan(), forgotten=("j",)).writes
     deleted = {write.key for write in writes if isinstance(write, Delete)}
     assert deleted == {"jobs/j", "results/j", "runs/j/world", "runs/j/stop_at"}
 
@@ -19,5 +18,5 @@ def test_of_a_forgotten_job_nothing_is_left_in_the_store() -> None:
 def test_the_largest_step_is_one_transaction_for_etcd() -> None:
     jobs = [f"j{number}" for number in range(MOST_AT_ONCE)]
     results = tuple(JobResult(job, Outcome.FAILED, "", 1, 1, None, 0.0, ()) for job in jobs)
-    decision = WriteDecision(3, Decision(Plan(), results, tuple(jobs)))
+    decision = Decision(Plan(), results, tuple(jobs))
     assert max(len(decision.writes), len(decision.compares)) <= ETCD_MAX_TXN_OPS
