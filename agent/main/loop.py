@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
-from ...rendezvous.records import Failure, Result
+from ...rendezvous.records import Condition, Failure, Result
 from ...threads import Thread
 from ..common.events import Signalled, ThreadFailed, run_next
 from ..common.exits import ENDINGS, ExitCode, code_of_leave, lack_in
@@ -315,7 +315,7 @@ class Loop:
             return
         handing = self._handing = Handing(server.new_handover(), now, world.generation)
         within_s = self._last_saves_s(now, rescues=True)
-        kept = participant.keeps(world.generation)
+        kept = participant.has(Condition.STATE_SAVED, world.generation)
         handing.handover.begin(
             world, now + within_s, lambda: self._events.put(participant.handed_over), kept=kept
         )
@@ -346,7 +346,7 @@ class Loop:
         handing = self._handing
         if again is not None and handing is not None and again.generation > handing.generation:
             again = None
-        kept = again is not None and self._participant.keeps(again.generation)
+        kept = again is not None and self._participant.has(Condition.STATE_SAVED, again.generation)
 
         def finish() -> None:
             lost = self._agent.disk_writer.finish(within_s)

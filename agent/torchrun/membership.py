@@ -281,13 +281,13 @@ class Membership:
 
     def advance(self, now: float) -> bool:
         if self._place is not None and now >= self._taken_at + STABLE_AFTER_S:
-            self._participant.workers_stable(self._place.generation)
+            self._participant.workers_are(Condition.STABLE, self._place.generation)
         return False
 
     def carry_out(self, action: Action, now: float) -> bool:
         self._action = action
         if isinstance(action, Drain):  # torchrun's workers look at no flag: they will be signalled
-            return self._participant.workers_notified(action.generation)
+            return self._participant.workers_are(Condition.NOTIFIED, action.generation)
         if isinstance(action, Start) and self._wanted:
             self._take(action, now)
             return True
@@ -326,7 +326,7 @@ class Membership:
             summary = f"workers on node {node} failed; torchrun on that node says how"
             participant.workers_failed(Failure(generation, f"workers on node {node}", summary))
         elif end is End.SUCCEEDED:
-            participant.workers_succeeded(generation)
+            participant.workers_are(Condition.SUCCEEDED, generation)
             self._finished = generation
         self._place = None
         participant.workers_gone(generation)

@@ -22,7 +22,7 @@ from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.node.node_actions import Drain, Testify
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import Failure, Member, StopAt, World
+from ...rendezvous.records import Condition, Failure, Member, StopAt, World
 from ...threads import Thread
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
 from ..common.events import Event
@@ -161,7 +161,7 @@ class Supervisor:
         generation = self._running
         if generation is None:
             return ()
-        listens = self._participant.polls(generation.number)
+        listens = self._participant.has(Condition.POLLING, generation.number)
         return generation.wake_at(self._clock(), listens=listens)
 
     def drain(self, order: Drain) -> bool:
@@ -173,10 +173,10 @@ class Supervisor:
             log.info("generation %d pauses after this step: %s", generation.number, order.reason)
             self._fork_successors(generation)
             generation.pages.raise_flags()
-        news = self._participant.workers_notified(generation.number)
+        news = self._participant.workers_are(Condition.NOTIFIED, generation.number)
         self._look(generation)
         if generation.all_listen:
-            news |= self._participant.workers_polling(generation.number)
+            news |= self._participant.workers_are(Condition.POLLING, generation.number)
         return news
 
     def testify(self, action: Testify) -> None:
@@ -399,7 +399,7 @@ class Supervisor:
     def _watch(self, generation: Generation, now: float) -> None:
         """Undisturbed workers: have they lasted, do they hang?"""
         if now >= generation.started_at + STABLE_AFTER_S:
-            self._participant.workers_stable(generation.number)
+            self._participant.workers_are(Condition.STABLE, generation.number)
         if (paces := generation.paces.turn(now)) is not None:
             self._participant.workers_paced(paces)
         if generation.group.running and not generation.drain.finished:
@@ -411,7 +411,7 @@ class Supervisor:
         self._processes.worker_store.close()
         generation.log_end()
         if succeeded:
-            self._participant.workers_succeeded(number)
+            self._participant.workers_are(Condition.SUCCEEDED, number)
         elif generation.drained:
             self._participant.workers_drained(number, kept=generation.kept)
         self._processes.logs.detach_generation(number)

@@ -64,15 +64,16 @@ def why_full(members: int, waiting: int, limits: Limits) -> str:
     return "with one node more the world's record would be larger than a store takes; use shorter names"
 
 
-def why_standing_by(world: World) -> str:
-    """The same, for a node that does not know how many others wait; empty if it will soon be invited."""
-    limits, members = world.limits, len(world.members)
-    if limits is not None and members >= limits.max_nodes:
-        return why_full(members, 1, limits)
-    if limits is None or limits.nodes_multiple_of == 1:
-        return ""
-    multiple = limits.nodes_multiple_of
-    return f"it waits until {multiple} stand by, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
+def why_idle(world: World | None, incarnation: str, leader: str | None) -> str:
+    """For a node that neither trains nor coordinates, and does not know how many others wait."""
+    if world is None or not world.trains or world.member(incarnation) is not None:
+        return f"{leader} coordinates; no new world from it yet"
+    limits, why = world.limits, ""
+    if limits is not None and len(world.members) >= limits.max_nodes:
+        why = f": {why_full(len(world.members), 1, limits)}"
+    elif limits is not None and (multiple := limits.nodes_multiple_of) > 1:
+        why = f": it waits until {multiple} stand by, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
+    return f"generation {world.generation} runs without this node, which stands by{why}; {leader} coordinates"
 
 
 def last_call_ends(nodes: Sequence[NodeRecord], since: Mapping[str, float], policy: Policy) -> float:

@@ -19,21 +19,18 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Paces
-from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
+from ..coordinator.candidates import differences_from_job, why_idle, why_refused
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
-from ..coordinator.view import Decision, Policy, Publish, View
+from ..coordinator.view import Decision, Policy, View, Wait
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness import LeaseValidity, Peer, ProbeResult
 from ..messages import MAX_EXCLUSION_REASON
 from ..records import (
-    MAX_SEEN,
     NODES_PREFIX,
-    TRANSITIONS,
     WORLD_KEY,
     Condition,
     DrainRequest,
@@ -60,11 +57,10 @@ from ..store.interface import (
 )
 from .deadlines import Deadlines, LeaveTimes
 from .membership_view import MembershipView, world_of
-from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
+from .node_actions import Action, Leave, Refusal, Stay, Stop, next_action
 from .self_checks import READ_WORLD, CoolDown, JoinHold
 from .session import NodeSnapshot, Session, newest, snapshot_of
 from .transactions import (
-    MOST_EVICTED,
     RETRY,
     Evict,
     Forget,
@@ -145,18 +141,13 @@ class Participant:
         return self._session.membership.world
 
     @property
-    def world_revision(self) -> int:
-        """Of the key `world`, when it held that."""
-        return self._session.membership.world_revision
-
-    @property
     def leave_times(self) -> LeaveTimes:
         """How the time that a leave may take is divided."""
         return self._deadlines.leave_times
 
-    def polls(self, generation: int) -> bool:
-        """All workers of this generation here ask at each step's end whether a planned change waits for them."""
-        return self._session.record.has(Condition.POLLING, generation)
+    def has(self, condition: Condition, generation: int) -> bool:
+        """It holds for this node's workers of this generation."""
+        return self._session.record.has(condition, generation)
 
     @property
     def lease(self) -> LeaseId | None:
@@ -168,22 +159,13 @@ class Participant:
         """The watch to keep open; None while there is nothing to watch yet."""
         return self._session.membership.subscription
 
-    @property
-    def coordinates(self) -> bool:
-        return self._session.membership.coordinates
-
-    @property
-    def known_nodes(self) -> tuple[NodeRecord, ...]:
-        """Oldest first; complete only on the coordinator."""
-        return self._session.membership.nodes
-
     def good_until(self, now: float) -> float:
         """Until then the workers may go on without any news; see `lease_good`."""
         return self._session.validity.good_until(now) if self._session.lease is not None else -math.inf
 
     def lease_good(self, now: float) -> bool:
         """No other node can have been given this node's place (I10)."""
-        return self._session.lease is not None and self._session.validity.holds(now)
+        return self._session.lease_good(now)
 
     def take_snapshot(self, undisturbed: int, start_waits_for: str, now: float) -> None:
         """The turn is over. `undisturbed` and `start_waits_for` as the driver's `Effects` have them."""
@@ -206,28 +188,14 @@ class Participant:
 
     def action(self, now: float) -> Action:
         """What this node must do now. Repeated until the driver reports that it is done."""
-        deadlines = self._deadlines_at(now)
-        local = LocalState(
-            incarnation=self._session.incarnation,
-            generation=self._generation,
-            started=self._session.started,
-            lease_good=self.lease_good(now),
-            came_after_end=self._session.came_after_end(self.policy),
-            runs_again=self._session.runs_again(self.policy),
-            hosts_store=self.identity.hosts_store,
-            leaving=self._session.record.leaving,
-            leave_alone=now >= deadlines.leave_alone_at,
-            drain_over=now >= deadlines.drain_over_at,
-            wait_over=now >= deadlines.wait_over_at,
-            answered=self._session.answered(self._generation),
-        )
         if self._refusal is not None:
             if self._generation:
                 return Stop(self._generation, False, self._refusal.reason)
             return self._refusal
         if self.hands_over:
             return Stay()
-        action = next_action(self.world, local)
+        deadlines = self._deadlines_at(now)
+        action = next_action(self.world, self._session.local(self._generation, self.policy, deadlines, now))
         if not isinstance(action, Stay):
             return action
         if now >= deadlines.give_up_at:
@@ -272,7 +240,7 @@ class Participant:
         """The check of this node has ended."""
         found = self._cool_down.checked(now, passed=passed, summary=summary[:MAX_EXCLUSION_REASON])
         if found is not None:
-            self._session.record = replace(self._session.record, recheck=found)
+            self._session.report(recheck=found)
 
     def _cool_down_at(self, now: float) -> CoolDown:
         membership = self._session.membership
@@ -317,7 +285,7 @@ class Participant:
         if session.own_revision is None:
             return Read((own_key,))
         self._settle_unstarted()
-        self._compare_ranks()
+        session.compare_ranks()
         if self._generation and now >= self._deadlines_at(now).overdue_at:
             session.mark(self._generation, Condition.OVERDUE)
         if self.wants_port:
@@ -326,7 +294,7 @@ class Participant:
             return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
         membership = session.membership
         if self._drain_request is not None:
-            return Forget(Compare(self._drain_request.key, self._drain_request.mod_revision))
+            return Forget((Compare(self._drain_request.key, self._drain_request.mod_revision),))
         if membership.subscription is None:
             return membership.question
         self._check_that_it_fits()
@@ -337,26 +305,9 @@ class Participant:
             return self._coordinate(now)
         if membership.leader_gone is not None:
             return Evict((membership.leader_gone,))
-        self.waiting_for = why_excluded(membership.world, session.record) or self._why_idle(membership)
+        idle = why_idle(membership.world, self.incarnation, membership.leader)
+        self.waiting_for = why_excluded(membership.world, session.record) or idle
         return None
-
-    def _compare_ranks(self) -> None:
-        """If this node coordinates, look for stragglers. The result is published when it names other ranks, and else
-        with this node's next paces."""
-        membership = self._session.membership
-        membership.compare_ranks()
-        told, found = self._session.record.comparison, membership.own_comparison
-        if found is not None and (told is None or found.names != told.names):
-            self._session.record = replace(self._session.record, comparison=found)
-
-    def _why_idle(self, membership: MembershipView) -> str:
-        """For a node that neither trains nor coordinates."""
-        world = membership.world
-        if world is None or not world.trains or world.member(self.incarnation) is not None:
-            return f"{membership.leader} coordinates; no new world from it yet"
-        why = why_standing_by(world)
-        runs = f"generation {world.generation} runs without this node, which stands by"
-        return f"{runs}{why and f': {why}'}; {membership.leader} coordinates"
 
     def _check_that_it_fits(self) -> None:
         """A node with another script or other times than the job's is in no world: it leaves, and says why."""
@@ -370,26 +321,13 @@ class Participant:
             self._refuse(Refusal.UNLIKE_THE_JOB, reason)
 
     def _coordinate(self, now: float) -> Request | None:
-        membership = self._session.membership
-        gone_for_good = membership.records_of_gone
         decision = self._decide(self._session.view(self.policy), self.policy, now)
-        if isinstance(decision, Publish) and membership.nodes_are_behind:
-            return membership.question
-        if isinstance(decision, Publish):
-            world, after = membership.world, decision.world.phase
-            before = world.phase if world is not None else None
-            assert after in TRANSITIONS[before], f"no world goes from {before} to {after}"
+        if isinstance(decision, Wait):
+            self._wake_at, self.backoff_s = decision.until, decision.backoff_s
+            self.waiting_for = decision.reason
+        elif not self._session.membership.nodes_are_behind:
             self._wake_at, self.backoff_s = None, 0.0
-            compare = Compare(WORLD_KEY, membership.world_revision)
-            return WriteWorld(compare, decision.world, gone_for_good[:MOST_EVICTED])
-        self._wake_at, self.backoff_s = decision.until, decision.backoff_s
-        self.waiting_for = decision.reason
-        # It may be waiting for the next agent of just that node, who cannot come before the name is free.
-        if gone_for_good and (
-            decision.short_of_nodes or (membership.world is not None and membership.world.trains)
-        ):
-            return Evict(gone_for_good[:MOST_EVICTED])
-        return None
+        return self._session.carried_out(decision)
 
     def _settle_unstarted(self) -> None:
         """A generation that was stopped before this node started it has no workers here either."""
@@ -577,40 +515,25 @@ class Participant:
         """The workers go on from the state of this step, or are about to. None: their load was refused."""
         self._session.loaded(self._generation, step)
 
-    def workers_stable(self, generation: int) -> None:
-        """The workers have run for longer than a minute."""
-        self._session.mark(generation, Condition.STABLE)
+    def workers_are(self, condition: Condition, generation: int) -> bool:
+        """The condition holds from now on for this generation here. True when that is news, and so to be written."""
+        return self._session.mark(generation, condition)
 
     def workers_paced(self, paces: Paces) -> None:
         """How fast the workers here are. Each call is a write to the store: the driver bounds their rate."""
-        comparison = self._session.membership.own_comparison
-        self._session.record = replace(self._session.record, paces=paces, comparison=comparison)
+        self._session.report(paces=paces, comparison=self._session.membership.own_comparison)
 
     def workers_failed(self, failure: Failure) -> None:
         self._session.failed(failure)
 
     def workers_suspected(self, suspicion: HangSuspicion | None) -> None:
         """The workers here seem to hang, or (None) no longer do."""
-        self._session.suspects_hang(suspicion)
+        self._session.report(suspicion=suspicion)
 
     def workers_looked_at(self, testimony: HangReport) -> None:
         """This node's answer to an inquiry; ignored if its generation is over."""
         if testimony.generation == self._generation:
-            self._session.testifies(testimony)
-
-    def workers_succeeded(self, generation: int) -> None:
-        self._session.mark(generation, Condition.SUCCEEDED)
-
-    def workers_notified(self, generation: int) -> bool:
-        """Every worker here that looks at its flag sees from now on that a planned change waits for it.
-
-        True when that is news, and so to be written.
-        """
-        return self._session.mark(generation, Condition.NOTIFIED)
-
-    def workers_polling(self, generation: int) -> bool:
-        """Every worker here has looked at its flag at the end of a step, and so will at the next. True: as above."""
-        return self._session.mark(generation, Condition.POLLING)
+            self._session.report(testimony=testimony)
 
     def workers_drained(self, generation: int, *, kept: bool) -> None:
         """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do
@@ -621,11 +544,11 @@ class Participant:
 
     def became_ready(self) -> None:
         """Workers can start here at once. Until then a world that trains does not wait for this node."""
-        self._session.record = replace(self._session.record, ready=True)
+        self._session.report(ready=True)
 
     def offer_port(self, port: int) -> None:
         """`port` is bound and listening at this node's address, and no generation has ever been given it."""
-        self._session.record = replace(self._session.record, port=port)
+        self._session.report(port=port)
         self.wants_port = False
 
     def workers_gone(self, generation: int) -> None:
@@ -645,18 +568,9 @@ class Participant:
         node that stands by may be the only one with what the world is about to load.
         """
         record, world = self._session.record, self.world
-        return (
-            bool(record.memory)
-            and record.leaving
-            and not record.has(Condition.SUCCEEDED, generation)
-            and world is not None
-            and world.generation == generation
-            and world.phase is not Phase.ENDED
-        )
-
-    def keeps(self, generation: int) -> bool:
-        """This node has the state after the last step that all have done."""
-        return self._session.record.has(Condition.STATE_SAVED, generation)
+        goes_on = world is not None and world.generation == generation and world.phase is not Phase.ENDED
+        leaves = record.leaving and not record.has(Condition.SUCCEEDED, generation)
+        return bool(record.memory) and leaves and goes_on
 
     def handed_over(self) -> None:
         """The others have what only this node had, or will never have it. The next request says that it has stopped."""
@@ -666,7 +580,7 @@ class Participant:
         """This node was asked to stop: report it, stop with the others, then leave, before its machine goes away at
         `ends_at`."""
         self._deadlines.leave(now, ends_at)
-        self._session.record = replace(self._session.record, leaving=True)
+        self._session.report(leaving=True)
 
     def _new_session(self, record: NodeRecord) -> Session:
         validity = LeaseValidity(self._lease_ttl_s, self.policy.store_outage_grace_s)
@@ -678,12 +592,9 @@ class Participant:
             return
         self._joins += 1
         self._hold.begin_again()
-        was, incarnation = self._session.record, f"{self.identity.incarnation}.{self._joins}"
         self._known = newest(self._known, self.world)
         seen = self._known.generation if self._known is not None else self.identity.seen
-        again = replace(self.identity, incarnation=incarnation, seen=min(seen, MAX_SEEN))
-        again = replace(again, leaving=was.leaving, ready=was.ready, step=was.step, recheck=was.recheck)
-        self._session = self._new_session(again)
+        self._session = self._new_session(self._session.again(self.identity, self._joins, seen))
         # A world that we never saw may have named our port as its master: no workers may meet there again.
         self.wants_port = True
         self._pending.forget()

@@ -13,12 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import Any
 
-from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Comparison, Paces
-from ..coordinator.view import Policy, View
+from ..coordinator.view import Decision, Policy, View, Wait
 from ..liveness import LeaseValidity, Suspects, may_still_train, out_of_sight, slow_to_go_on, slow_to_stop
 from ..records import (
+    MAX_SEEN,
+    TRANSITIONS,
+    WORLD_KEY,
     Condition,
     Failure,
     GenerationProgress,
@@ -29,8 +32,11 @@ from ..records import (
     World,
     life_of,
 )
-from ..store.interface import Entry, LeaseId
+from ..store.interface import Compare, Entry, LeaseId, Request
+from .deadlines import Deadlines
 from .membership_view import MembershipView
+from .node_actions import LocalState
+from .transactions import MOST_EVICTED, Evict, WriteWorld
 
 _NEWS = attrgetter(*(one.name for one in fields(NodeRecord) if one.name not in ("step", "progress")))
 """All of a record but the steps."""
@@ -85,6 +91,56 @@ class Session:
         succeeded = world is not None and world.result is Result.SUCCEEDED
         return self.came_after_end(policy) and (policy.runs_again or not succeeded)
 
+    def lease_good(self, now: float) -> bool:
+        """No other node can have been given this node's place (I10)."""
+        return self.lease is not None and self.validity.holds(now)
+
+    def local(self, generation: int, policy: Policy, deadlines: Deadlines, now: float) -> LocalState:
+        """What its next action follows from; `generation` of workers exists here."""
+        said = self.record.testimony
+        return LocalState(
+            incarnation=self.incarnation,
+            generation=generation,
+            started=self.started,
+            lease_good=self.lease_good(now),
+            came_after_end=self.came_after_end(policy),
+            runs_again=self.runs_again(policy),
+            hosts_store=self.record.hosts_store,
+            leaving=self.record.leaving,
+            leave_alone=now >= deadlines.leave_alone_at,
+            drain_over=now >= deadlines.drain_over_at,
+            wait_over=now >= deadlines.wait_over_at,
+            answered=said.inquiry if said is not None and said.generation == generation else 0,
+        )
+
+    def carried_out(self, decision: Decision) -> Request | None:
+        """What the coordinator asks of the store, that has decided so."""
+        membership = self.membership
+        world, gone = membership.world, membership.records_of_gone[:MOST_EVICTED]
+        if isinstance(decision, Wait):
+            # It may be waiting for the next agent of just that node, who cannot come before the name is free.
+            free = decision.short_of_nodes or (world is not None and world.trains)
+            return Evict(gone) if gone and free else None
+        if membership.nodes_are_behind:
+            return membership.question
+        before, after = world.phase if world is not None else None, decision.world.phase
+        assert after in TRANSITIONS[before], f"no world goes from {before} to {after}"
+        return WriteWorld(Compare(WORLD_KEY, membership.world_revision), decision.world, gone)
+
+    def compare_ranks(self) -> None:
+        """If this node coordinates, look for stragglers. The result is published when it names other ranks, and else
+        with this node's next paces."""
+        self.membership.compare_ranks()
+        told, found = self.record.comparison, self.membership.own_comparison
+        if found is not None and (told is None or found.names != told.names):
+            self.report(comparison=found)
+
+    def again(self, identity: NodeRecord, joins: int, seen: int) -> NodeRecord:
+        """The record of the node's next incarnation; the job had come to generation `seen`."""
+        was, incarnation = self.record, f"{identity.incarnation}.{joins}"
+        again = replace(identity, incarnation=incarnation, seen=min(seen, MAX_SEEN))
+        return replace(again, leaving=was.leaving, ready=was.ready, step=was.step, recheck=was.recheck)
+
     def view(self, policy: Policy) -> View:
         """What the coordinator decides from."""
         membership, gone = self.membership, self.membership.detector.gone
@@ -100,6 +156,10 @@ class Session:
             membership.succeeded_since,
             membership.inquiry_since,
         )
+
+    def report(self, **fields: Any) -> None:
+        """These fields of the record."""
+        self.record = replace(self.record, **fields)
 
     def mark(self, generation: int, condition: Condition) -> bool:
         """The condition holds for this node's workers of the generation. True when that is news."""
@@ -122,18 +182,6 @@ class Session:
         root = first is not None and first.collateral and not failure.collateral
         if first is None or first.generation < failure.generation or root:
             self.record = replace(self.record, failure=failure)
-
-    def suspects_hang(self, suspicion: HangSuspicion | None) -> None:
-        """The workers here seem to hang, or no longer do."""
-        self.record = replace(self.record, suspicion=suspicion)
-
-    def testifies(self, testimony: HangReport) -> None:
-        self.record = replace(self.record, testimony=testimony)
-
-    def answered(self, generation: int) -> int:
-        """The newest inquiry of this generation that is answered, 0 without any."""
-        said = self.record.testimony
-        return said.inquiry if said is not None and said.generation == generation else 0
 
     def _progress(self, generation: int) -> GenerationProgress:
         known = self.record.progress

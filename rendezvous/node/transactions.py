@@ -45,18 +45,24 @@ class WriteWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class Evict:
+class _Removal:
+    compares: tuple[Compare, ...]
+
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return tuple(Delete(gone.key) for gone in self.compares)
+
+
+class Evict(_Removal):
     """Delete the records of nodes that are gone, at most MOST_EVICTED.
 
     Of the coordinator, so that the next oldest node takes its place; of others when no world can be written with which
     they would go, or more than go with it, so that the nodes' next agents get their names.
     """
 
-    compares: tuple[Compare, ...]
 
-    @property
-    def writes(self) -> tuple[Put | Delete, ...]:
-        return tuple(Delete(gone.key) for gone in self.compares)
+class Forget(_Removal):
+    """Delete a request to leave that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +80,6 @@ class WriteStop:
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
         return (Put(STOP_KEY, self.stop.to_json()),)
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Delete a request to leave that was read."""
-
-    compare: Compare
-
-    @property
-    def compares(self) -> tuple[Compare, ...]:
-        return (self.compare,)
-
-    @property
-    def writes(self) -> tuple[Put | Delete, ...]:
-        return (Delete(self.compare.key),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,9 @@ def test_a_hundred_nodes_lost_at_once_are_evicted_in_batches(shared_etcd: EtcdCl
                 continue
             # What the watch would tell; and then all of them refuse the connection.
             agent.lost_track()
-            if len(agent.known_nodes) > 1 and agent.world is not None and agent.world.generation == 3:
+            agent.take_snapshot(0, "", turn / 100)
+            nodes, world = agent.snapshot.known_nodes, agent.snapshot.world
+            if len(nodes) > 1 and world is not None and world.generation == 3:
                 agent._session.membership.detector.gone.update(node.incarnation for node in rack)
         assert agent.world is not None
         assert (agent.world.generation, agent.world.phase) == (4, Phase.RUNNING)

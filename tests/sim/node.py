@@ -30,6 +30,7 @@ from elastic_agent.rendezvous.node.node_actions import (
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
+    Condition,
     Endpoint,
     Failure,
     NodeRecord,
@@ -277,9 +278,9 @@ class SimNode:
         worker, generation = self.worker, action.generation
         assert worker is not None
         worker.pending = not (self.sim.bug == "a rank misses the pending flag" and worker.place == 1)
-        news = self.agent.workers_notified(generation)
+        news = self.agent.workers_are(Condition.NOTIFIED, generation)
         if worker.stepped and self.sim.script.listens:
-            news |= self.agent.workers_polling(generation)
+            news |= self.agent.workers_are(Condition.POLLING, generation)
         if action.stopping and self.looks != generation:
             self.looks = generation
             self.sim.after(STRANDED_S, self.guarded(lambda: self.look(generation)))
@@ -330,7 +331,7 @@ class SimNode:
         sim.seen["rescued"] += 1
         self.rescuing = True
         fence = (
-            Compare(WORLD_KEY, self.agent.world_revision),
+            Compare(WORLD_KEY, self.agent._session.membership.world_revision),
             Compare(CHECKPOINT_KEY, sim.newest_checkpoint()[1]),
         )
 
@@ -589,7 +590,8 @@ class SimNode:
         if self.worker is worker and self.running and self.paused is None and self.stuck_at is None:
             self.detector.stepped(0, worker.step, self.clock())
             self.agent.workers_advanced(worker.step)
-            if worker.pending and self.sim.script.listens and self.agent.workers_polling(worker.generation):
+            asks = self.sim.script.listens and worker.pending
+            if asks and self.agent.workers_are(Condition.POLLING, worker.generation):
                 self.turn()
 
     def worker_ended(self, worker: Worker) -> None:

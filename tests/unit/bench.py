@@ -15,10 +15,12 @@ from elastic_agent.rendezvous.liveness import Peer as PeerAddress
 from elastic_agent.rendezvous.messages import Program
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import Participant
+from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.node.transactions import RetryPolicy
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
+    Condition,
     Endpoint,
     NodeRecord,
     Phase,
@@ -97,6 +99,12 @@ class Peer:
         else:
             self.part.lease_confirmed(lease, self.bench.now)
 
+    @property
+    def snapshot(self) -> NodeSnapshot:
+        """As of now."""
+        self.part.take_snapshot(0, "", self.bench.now)
+        return self.part.snapshot
+
     def turn(self) -> bool:
         """One question, one look at the watch, one order; False when there was nothing to do."""
         now = self.bench.now
@@ -161,9 +169,9 @@ class Peer:
         return True
 
     def drain(self, order: Drain) -> bool:
-        news = self.part.workers_notified(order.generation)
+        news = self.part.workers_are(Condition.NOTIFIED, order.generation)
         if self.listens:
-            news |= self.part.workers_polling(order.generation)
+            news |= self.part.workers_are(Condition.POLLING, order.generation)
         if self.listens and order.stopping:
             self.part.workers_drained(order.generation, kept=True)
             self.part.workers_gone(order.generation)

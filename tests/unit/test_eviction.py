@@ -148,7 +148,7 @@ def test_a_dead_coordinator_is_evicted_by_the_first_member_that_waits_for_it(ben
     bench.settle()
     assert bench.members() == ["c", "b"]
     assert "a" not in bench.records()
-    assert b.part.coordinates
+    assert b.snapshot.coordinates
 
 
 def test_who_has_found_a_coordinator_gone_asks_the_next_one_at_once(bench: Bench) -> None:
@@ -163,7 +163,7 @@ def test_who_has_found_a_coordinator_gone_asks_the_next_one_at_once(bench: Bench
     bench.settle()
     assert ask(c, ProbeFailure.REFUSED) == ["b-1"]
     bench.settle()
-    assert c.part.coordinates
+    assert c.snapshot.coordinates
 
 
 def asks_after(world: World, mine: str) -> float | None:
@@ -295,7 +295,7 @@ def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Benc
     request = a.part.request(bench.now)
     assert isinstance(request, Read), request
     a.serve(request)
-    assert [node.node for node in a.part.known_nodes] == ["a", "b", "c"]
+    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b", "c"]
 
 
 def test_a_node_that_writes_after_it_was_found_gone_keeps_its_place(bench: Bench) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous.node.node_actions import Refusal, Stay
-from elastic_agent.rendezvous.records import WORLD_KEY, Phase, Result
+from elastic_agent.rendezvous.records import WORLD_KEY, Condition, Phase, Result
 from elastic_agent.rendezvous.store.interface import Grant, Read
 
 from .bench import ALONE, POLICY, TICK_S, Bench, Peer
@@ -74,7 +74,7 @@ def test_it_ends_with_the_job(bench: Bench) -> None:
     (a,) = bench.joined("a", policy=ALONE)
     b.part.hold_back(UNFIT)
     bench.settle()
-    a.part.workers_succeeded(1)
+    a.part.workers_are(Condition.SUCCEEDED, 1)
     bench.settle()
     assert bench.phase() is Phase.ENDED
     assert b.order == Stay()
@@ -86,7 +86,7 @@ def test_it_ends_with_the_job(bench: Bench) -> None:
 def test_a_job_that_had_ended_before_does_not_end_it(bench: Bench) -> None:
     """It may be here to run it again."""
     (a,) = bench.joined("a", policy=ALONE)
-    a.part.workers_succeeded(1)
+    a.part.workers_are(Condition.SUCCEEDED, 1)
     bench.settle()
     bench.kill(a)
     b = _held(bench)
@@ -102,7 +102,7 @@ def test_a_host_of_the_store_stays_for_those_who_train(bench: Bench) -> None:
     b.part.hold_back(UNFIT)
     bench.after(POLICY.join_timeout_s * 2)
     assert b.order == Stay()
-    a.part.workers_succeeded(1)
+    a.part.workers_are(Condition.SUCCEEDED, 1)
     bench.settle()
     b.part.hold_back(UNFIT)
     bench.settle()

@@ -39,6 +39,7 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
     CauseKind,
+    Condition,
     DrainRequest,
     Endpoint,
     Failure,
@@ -132,7 +133,7 @@ class Training:
         self.scene.read()
 
     def drain(self, order: Drain) -> bool:
-        return self.scene.participant.workers_notified(order.generation)
+        return self.scene.participant.workers_are(Condition.NOTIFIED, order.generation)
 
     def show_failure(self, failure: Failure) -> None:
         self.shown.append(failure)

@@ -123,7 +123,7 @@ def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: 
     for name in ("a", "b"):
         bench.delete(f"nodes/{name}")
     bench.settle()
-    assert odd.part.coordinates
+    assert odd.snapshot.coordinates
     world = bench.world()
     assert world is not None
     assert {member.node for member in world.members} == {"a", "b", "c"}

@@ -62,12 +62,12 @@ JOINING_B = Read((WORLD_KEY, "drain/b", "nodes/b"), oldest_under=NODES_PREFIX)
 
 def test_the_oldest_record_coordinates_and_the_others_watch_only_it(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
-    assert (a.part.coordinates, b.part.coordinates) == (True, False)
+    assert (a.snapshot.coordinates, b.snapshot.coordinates) == (True, False)
     assert a.part.subscription is not None
     assert b.part.subscription is not None
     assert a.part.subscription.scopes == (WORLD_KEY, "drain/a", NODES_PREFIX)
     assert b.part.subscription.scopes == (WORLD_KEY, "drain/b", "nodes/a", "nodes/b")
-    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b"]
     assert b.count(WriteWorld) == 0
 
 
@@ -163,7 +163,7 @@ def test_a_write_that_never_arrived_is_repeated(bench: Bench) -> None:
 def test_a_record_replaced_behind_our_back_means_that_the_lease_is_gone(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
-    b.part.workers_stable(1)
+    b.part.workers_are(Condition.STABLE, 1)
     bench.settle()
     assert b.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
     assert b.part.incarnation == "b-1.1"
@@ -191,7 +191,7 @@ def test_a_record_deleted_behind_our_back_means_the_same(bench: Bench, asked: bo
     victim = b if asked else a
     bench.delete(node_key(victim.name))
     if asked:
-        b.part.workers_stable(1)
+        b.part.workers_are(Condition.STABLE, 1)
     bench.settle()
     assert victim.stops()[0] == Stop(1, False, "the rendezvous store does not confirm this node's lease")
     assert victim.part.incarnation == f"{victim.name}-1.1"
@@ -360,7 +360,7 @@ def test_a_lost_lease_of_a_node_without_workers_only_means_to_join_again(bench: 
 def test_a_write_under_an_expired_lease_is_the_end_of_that_lease(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     bench.kv.revoke(b.part.lease or 0)
-    b.part.workers_stable(1)
+    b.part.workers_are(Condition.STABLE, 1)
     request = b.part.request(bench.now)
     assert isinstance(request, WriteRecord)
     b.part.failed(request, LeaseExpired("gone"), bench.now)
@@ -409,8 +409,8 @@ def test_when_the_leader_vanishes_the_next_oldest_takes_over(bench: Bench) -> No
     a, b, c = bench.joined("a", "b", "c")
     bench.kill(a)
     bench.after(TTL_S + 1)
-    assert (b.part.coordinates, c.part.coordinates) == (True, False)
-    assert [node.node for node in b.part.known_nodes] == ["b", "c"]
+    assert (b.snapshot.coordinates, c.snapshot.coordinates) == (True, False)
+    assert [node.node for node in b.snapshot.known_nodes] == ["b", "c"]
     assert bench.members() == ["c", "b"], "b keeps its place"
     assert b.stops()[-1] == c.stops()[-1]
     assert b.stops()[-1].reason == "node a is gone: its lease ended"
@@ -428,7 +428,7 @@ def test_a_younger_record_under_the_old_leaders_key_does_not_lead(bench: Bench) 
     while again.record is None:
         again.turn()
     bench.settle()
-    assert [peer.part.coordinates for peer in (b, c, again)] == [True, False, False]
+    assert [peer.snapshot.coordinates for peer in (b, c, again)] == [True, False, False]
     assert bench.members() == ["c", "b", "a"]
     assert {peer.generation for peer in (b, c, again)} == {b.generation}
 
@@ -455,7 +455,7 @@ def test_a_watch_that_missed_changes_reads_everything_again() -> None:
     for i in range(10):
         bench.put("other", str(i))
     bench.settle()
-    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b"]
     assert bench.members() == ["a", "b"]
     assert a.generation == b.generation > 2
 
@@ -463,7 +463,7 @@ def test_a_watch_that_missed_changes_reads_everything_again() -> None:
 def test_a_leader_that_writes_again_stays_the_leader(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     asked = len(b.asked)
-    a.part.workers_stable(1)
+    a.part.workers_are(Condition.STABLE, 1)
     bench.settle()
     assert a.record is not None
     assert a.record.has(Condition.STABLE, 1)
@@ -557,7 +557,7 @@ def test_each_join_has_the_whole_wait_for_an_earlier_life(bench: Bench) -> None:
     bench.after(DUPLICATE_TTLS * TTL_S * 2)
     assert again.generation == 2
     bench.put("nodes/b", NodeRecord("b", "b-9", "elsewhere", 1, 1).to_json())
-    again.part.workers_stable(2)
+    again.part.workers_are(Condition.STABLE, 2)
     bench.after(DUPLICATE_TTLS * TTL_S - 1)
     assert again.order == Stay()
     bench.delete("nodes/b")
@@ -583,7 +583,7 @@ def test_agents_of_two_versions_refuse_each_other_by_name(bench: Bench, version:
 
     bench.put("nodes/z", of_version("nodes/a").replace('"a"', '"z"'))
     bench.settle()
-    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b"]
     assert a.stops() == []
 
     world, leader = of_version(WORLD_KEY), of_version("nodes/a")
@@ -610,7 +610,7 @@ def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(
     """Whether an answer to a request says so, or another of the threads at the store."""
     a, b = bench.joined("a", "b")
     error = StoreMismatch("it is that of job 'other'")
-    a.part.workers_stable(1)
+    a.part.workers_are(Condition.STABLE, 1)
     request = a.part.request(bench.now)
     assert request is not None
     a.part.failed(request, error, bench.now)
@@ -663,7 +663,7 @@ def test_a_node_record_that_cannot_be_read_is_passed_over(bench: Bench, garbage:
     a, b = bench.joined("a", "b")
     bench.put("nodes/c", garbage)
     bench.settle()
-    assert [node.node for node in a.part.known_nodes] == ["a", "b"]
+    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b"]
     assert (a.stops(), b.stops()) == ([], [])
 
 
@@ -740,7 +740,7 @@ def test_steps_alone_are_not_written(bench: Bench) -> None:
     b.part.workers_advanced(4)
     bench.settle()
     assert b.count(WriteRecord) == writes
-    b.part.workers_stable(1)
+    b.part.workers_are(Condition.STABLE, 1)
     bench.settle()
     assert b.count(WriteRecord) == writes + 1
     assert b.record is not None
@@ -770,7 +770,7 @@ def test_when_all_workers_succeed_everybody_leaves_with_success(bench: Bench) ->
     a, b = bench.joined("a", "b")
     spare = bench.join("spare", replace(POLICY, max_nodes=2))
     for peer in (a, b):
-        peer.part.workers_succeeded(1)
+        peer.part.workers_are(Condition.SUCCEEDED, 1)
         peer.part.workers_gone(1)
         bench.settle()
     for peer in (a, b, spare):
@@ -946,10 +946,10 @@ def test_no_node_stops_before_all_have_notified_their_workers(bench: Bench, list
     assert (bench.phase(), c.order) == (Phase.DRAINING, Drain(2, False, "node b was asked to stop"))
     assert a.record is not None
     assert a.record.conditions == {Condition.NOTIFIED, Condition.POLLING}
-    c.part.workers_notified(2)
+    c.part.workers_are(Condition.NOTIFIED, 2)
     bench.settle()
     assert bench.phase() is Phase.DRAINING, "its workers may not have heard of it"
-    c.part.workers_polling(2)
+    c.part.workers_are(Condition.POLLING, 2)
     bench.settle()
     world = bench.world()
     assert world is not None
@@ -963,8 +963,8 @@ def test_a_node_that_leaves_stays_until_the_others_have_what_they_go_on_with(
     c.obedient = False
     b.part.leave(bench.now)
     bench.settle()
-    c.part.workers_notified(2)
-    c.part.workers_polling(2)
+    c.part.workers_are(Condition.NOTIFIED, 2)
+    c.part.workers_are(Condition.POLLING, 2)
     bench.settle()
     assert b.generation == 0
     assert b.order == Stay()
@@ -981,8 +981,8 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     b.part.leave(bench.now)
     bench.settle()
     for peer in (a, c):
-        peer.part.workers_notified(2)
-        peer.part.workers_polling(2)
+        peer.part.workers_are(Condition.NOTIFIED, 2)
+        peer.part.workers_are(Condition.POLLING, 2)
     bench.settle()
     wake_at = c.part.wake_at(bench.now)
     bench.after(POLICY.drain_timeout_s - TICK_S)
@@ -1024,7 +1024,7 @@ def test_the_next_world_waits_for_what_a_leaving_node_hands_over(
     bench.settle()
     assert b.part.hands_over
     assert not a.part.hands_over, "it stays"
-    assert b.part.keeps(generation)
+    assert b.part.has(Condition.STATE_SAVED, generation)
     record = b.record
     assert record is not None
     assert (record.has(Condition.STATE_SAVED, generation), record.has_stopped(generation)) == (True, False)
@@ -1064,7 +1064,7 @@ def test_a_node_whose_handover_is_cut_short_by_its_death_is_not_waited_for(
 def test_nothing_is_handed_over_where_training_is_over(bench: Bench, with_memory: list[Peer]) -> None:
     for peer in with_memory:
         peer.part.leave(bench.now)
-        peer.part.workers_succeeded(peer.generation)
+        peer.part.workers_are(Condition.SUCCEEDED, peer.generation)
         peer.part.workers_gone(peer.generation)
     bench.settle()
     assert not any(peer.part.hands_over for peer in with_memory)
@@ -1111,8 +1111,8 @@ def test_a_failure_during_a_drain_is_a_failure_at_once(
     b.part.leave(bench.now)
     bench.settle()
     for peer in (a, c) if last_step else (c,):
-        peer.part.workers_notified(2)
-        peer.part.workers_polling(2)
+        peer.part.workers_are(Condition.NOTIFIED, 2)
+        peer.part.workers_are(Condition.POLLING, 2)
     bench.settle()
     assert bench.phase() is (Phase.LAST_STEP if last_step else Phase.DRAINING)
     c.part.workers_failed(Failure(2, "crash", "rank 4 raised"))
@@ -1126,8 +1126,8 @@ def test_a_node_lost_during_a_drain_ends_it(bench: Bench, listeners: list[Peer])
     a.obedient = False
     b.part.leave(bench.now)
     bench.settle()
-    a.part.workers_notified(2)
-    a.part.workers_polling(2)
+    a.part.workers_are(Condition.NOTIFIED, 2)
+    a.part.workers_are(Condition.POLLING, 2)
     bench.settle()
     bench.kill(c)
     bench.kv.revoke(c.part.lease or 0)
@@ -1317,7 +1317,7 @@ def test_no_state_of_an_agent_lasts_for_ever(
     peer = next(peer for peer in peers if peer.name == name)
     if does != "trains" and peer.generation:
         if does == "has succeeded":
-            peer.part.workers_succeeded(1)
+            peer.part.workers_are(Condition.SUCCEEDED, 1)
         peer.part.workers_gone(1)
     world = bench.world()
     assert world is not None
@@ -1345,7 +1345,7 @@ AGAIN = replace(LASTING, runs_again=True)
 def finish(*peers: Peer) -> None:
     for peer in peers:
         generation = peer.generation
-        peer.part.workers_succeeded(generation)
+        peer.part.workers_are(Condition.SUCCEEDED, generation)
         peer.part.workers_gone(generation)
     peers[0].bench.settle()
 
