@@ -377,10 +377,11 @@ def _identity(number: int) -> NodeRecord:
 
 
 def connect_etcd(host: str, port: int) -> Store:
-    from elastic_agent.rendezvous.etcd.access import EtcdAccess
+    from elastic_agent.rendezvous.etcd.access import PREFIX
     from elastic_agent.rendezvous.etcd.store import EtcdStore
+    from elastic_agent.rendezvous.store.store_kind import Access
 
-    return EtcdStore.connect(EtcdAccess(((host, port),)), JOB, lease_ttl_s=LEASE_TTL_S, timeout_s=CONNECT_S)
+    return EtcdStore.connect(Access((Endpoint(host, port),), JOB, CONNECT_S, LEASE_TTL_S, prefix=PREFIX))
 
 
 def connect_c10d(host: str, port: int) -> Store:

@@ -16,9 +16,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic_agent.rendezvous.etcd.access import PREFIX
+from elastic_agent.rendezvous.records import Endpoint
+from elastic_agent.rendezvous.store.store_kind import Access
 from tests.stopping import stop
 
 HOST = "127.0.0.1"
@@ -305,3 +309,15 @@ def etcd_cluster(members: int = 1, **how: object) -> Iterator[EtcdCluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+def etcd_access(
+    endpoints: Sequence[tuple[str, int]],
+    job: str = "job",
+    ttl_s: float = 60.0,
+    timeout_s: float = 20.0,
+    **how: Any,
+) -> Access:
+    """How an agent reaches these members."""
+    places = tuple(Endpoint(*endpoint) for endpoint in endpoints)
+    return Access(places, job, timeout_s, ttl_s, **{"prefix": PREFIX, **how})

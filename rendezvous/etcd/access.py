@@ -23,34 +23,21 @@ from urllib.parse import quote
 
 from ...threads import Thread
 from ..errors import StoreRefused
-from ..store.store_kind import Login, Tls
+from ..store.store_kind import Access, Tls
 from .rpc import Rpc
 
 PREFIX = "/elastic-agent"
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdAccess:
-    endpoints: tuple[tuple[str, int], ...]
-    """Hosts, names or IP addresses, with their ports."""
-    prefix: str = PREFIX
-    tls: Tls | None = None
-    login: Login | None = None
-
-    def root(self, job: str) -> str:
-        """What every key of the job begins with."""
-        return f"{self.prefix.rstrip('/')}/{quote(job, safe='')}/"
-
-    def __str__(self) -> str:
-        return ",".join(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.endpoints
-        )
 
 
 RESOLVE_PAUSE_S = 1.0
 """Trouble comes in bursts; names are not asked more often than this."""
 
 log = logging.getLogger(__name__)
+
+
+def root_of(access: Access) -> str:
+    """What every key of the job begins with."""
+    return f"{access.prefix.rstrip('/')}/{quote(access.job, safe='')}/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from ..store.interface import Store
 from ..store.store_kind import Access, StoreKind
-from .access import PREFIX, EtcdAccess
+from .access import PREFIX
 
 PORT = 2379
 
 
 def _connect(access: Access) -> Store:
-    from .store import REQUESTS_PER_TTL, EtcdStore
+    from .store import EtcdStore
 
-    members = tuple((endpoint.address, endpoint.port) for endpoint in access.endpoints)
-    looks = access.lease_ttl_s is None
-    return EtcdStore.connect(
-        EtcdAccess(members, access.prefix, access.tls, access.login),
-        access.job,
-        # Of one that looks a request may take a third of all the time there is.
-        lease_ttl_s=access.lease_ttl_s or access.timeout_s * REQUESTS_PER_TTL / 3,
-        timeout_s=access.timeout_s,
-        only_to_read=looks,
-    )
+    return EtcdStore.connect(access)
 
 
 def _load() -> object:

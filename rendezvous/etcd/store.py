@@ -40,11 +40,9 @@ from ..store.interface import (
     Watch,
     is_folder,
 )
-from ..store.store_kind import retry_connect
-from .access import EtcdAccess, context
+from ..store.store_kind import Access, retry_connect
+from .access import context
 from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, WATCH, Connection, Method
-
-REQUESTS_PER_TTL = 5
 
 log = logging.getLogger(__name__)
 
@@ -62,31 +60,26 @@ class EtcdStore(Store):
     @classmethod
     def connect(
         cls,
-        access: EtcdAccess,
-        job: str,
-        *,
-        lease_ttl_s: float,
-        timeout_s: float,
-        only_to_read: bool = False,
+        access: Access,
         rng: random.Random | None = None,
     ) -> EtcdStore:
         """Find a member that lets us read and write the job's keys, or only read them.
 
         Raises StoreRefused as soon as every address was tried and a person has to change something, and
-        StoreUnavailable when `timeout_s` seconds of trying were not enough.
+        StoreUnavailable when `access.timeout_s` seconds of trying were not enough.
         """
         if access.tls is not None:
             context(access.tls)
         rng = rng or random.Random()
-        deadline = time.monotonic() + timeout_s
-        connection = Connection(access, access.root(job), lease_ttl_s / REQUESTS_PER_TTL, rng)
+        deadline = time.monotonic() + access.timeout_s
+        connection = Connection(access, rng)
         store = cls(connection)
         refusals = 0
 
         def introduce() -> None:
             nonlocal refusals
             try:
-                if only_to_read:
+                if access.lease_ttl_s is None:
                     store.read(())
                 else:
                     store._introduce()
@@ -104,8 +97,8 @@ class EtcdStore(Store):
         except StoreUnavailable as error:
             store.close()
             raise StoreUnavailable(
-                f"no etcd on {access} after {timeout_s:g} s: {error}. Check that it runs and has a leader, that "
-                "--rdzv-endpoint names its client addresses, and that no firewall closes the ports"
+                f"no etcd on {access.where} after {access.timeout_s:g} s: {error}. Check that it runs and has a "
+                "leader, that --rdzv-endpoint names its client addresses, and that no firewall closes the ports"
             ) from error
         except StoreError:
             store.close()
@@ -218,7 +211,6 @@ class EtcdStore(Store):
         return [self._entry(pair) for pair in response.response_range.kvs]
 
     def _entry(self, pair: Any) -> Entry:
-        self._connection.history.saw_entry(pair.key, pair.mod_revision)
         value = pair.value.decode(errors="replace")  # its reader names the key when it makes no sense
         return Entry(self._relative(pair), value, pair.create_revision, pair.mod_revision)
 

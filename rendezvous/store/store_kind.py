@@ -63,6 +63,10 @@ class Access:
     tls: Tls | None = None
     login: Login | None = None
 
+    @property
+    def where(self) -> str:
+        return ",".join(map(str, self.endpoints))
+
 
 @dataclass(frozen=True, slots=True)
 class StoreKind:

@@ -26,13 +26,13 @@ from elastic_agent.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.etcd.access import Address, EtcdAccess, handshake_problem
+from elastic_agent.rendezvous.etcd.access import Address, handshake_problem
 from elastic_agent.rendezvous.etcd.channel import TXN, Channel
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.node.transactions import RETRY
 from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Put, Subscription, Watch
 from elastic_agent.rendezvous.store.store_kind import Login, Tls
-from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
+from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_access, etcd_cluster, make_certificates
 from tests.recorder import Recorder
 
 PATIENCE_S = 30.0
@@ -99,8 +99,7 @@ def connect() -> Iterator[Connect]:
         timeout_s: float = PATIENCE_S,
         **how: object,
     ) -> EtcdStore:
-        access = EtcdAccess(cluster.endpoints, **how)  # type: ignore[arg-type]
-        opened.append(EtcdStore.connect(access, job, lease_ttl_s=ttl_s, timeout_s=timeout_s))
+        opened.append(EtcdStore.connect(etcd_access(cluster.endpoints, job, ttl_s, timeout_s, **how)))
         return opened[-1]
 
     yield connect
@@ -435,18 +434,15 @@ def test_one_scope_may_run_ahead_of_another_and_each_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize(
-    ("token", "first", "puts"),
+    ("token", "first"),
     [
-        pytest.param("etcd-cluster", "keep_alive", 0, id="the same cluster, and a keep-alive comes first"),
-        pytest.param(
-            "etcd-cluster", "read", 0, id="the same cluster, and a read of another thread comes first"
-        ),
-        pytest.param("another", "keep_alive", 0, id="another cluster, with the same revisions"),
-        pytest.param("etcd-cluster", "keep_alive", 3, id="others have written more since than was lost"),
+        pytest.param("etcd-cluster", "keep_alive", id="the same cluster, and a keep-alive comes first"),
+        pytest.param("etcd-cluster", "read", id="the same cluster, and a read of another thread comes first"),
+        pytest.param("another", "keep_alive", id="another cluster, with the same revisions"),
     ],
 )
 def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
-    single: EtcdCluster, connect: Connect, token: str, first: str, puts: int
+    single: EtcdCluster, connect: Connect, token: str, first: str
 ) -> None:
     """The snapshot holds the lease, so that etcd itself has nothing to say against it."""
     store, reader = connect(single), connect(single)
@@ -458,8 +454,6 @@ def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
     watches = [one.watch(("world",), one.read(("world",)).revision) for one in (store, reader)]
     assert [watch.next(0.1) for watch in watches] == [(), ()]
     single.restore(snapshot, token)
-    for number in range(puts):
-        single.ctl("put", "/other", str(number))
     with pytest.raises(LeaseExpired):
         persist(lambda: store.keep_alive(lease) if first == "keep_alive" else store.read(("world",)))
     with pytest.raises(LeaseExpired):
@@ -584,9 +578,9 @@ def test_an_address_where_no_etcd_answers_is_unavailable_within_the_deadline() -
         for listener, words in ((rude, b"\xff\x00" * 999), (other, b"HTTP/1.1 400 Bad Request\r\n\r\n")):
             threading.Thread(target=speak, args=(listener, words), daemon=True).start()
         for listener in (silent, rude, other):
-            access = EtcdAccess((listener.getsockname(),))
+            access = etcd_access((listener.getsockname(),), ttl_s=2.5, timeout_s=1.5)
             with pytest.raises(StoreUnavailable, match=r"no etcd on .* after 1.5 s"):
-                EtcdStore.connect(access, "job", lease_ttl_s=2.5, timeout_s=1.5)
+                EtcdStore.connect(access)
         for listener in (silent, rude, other):
             listener.shutdown(socket.SHUT_RDWR)
 
@@ -596,8 +590,8 @@ def test_the_address_that_answers_is_found_among_others(single: EtcdCluster) -> 
         gone.close()
         elsewhere = (silent.getsockname(), gone_port(), ("no-such-host.invalid", 1), ("localhost", 1))
         for _ in range(4):  # it begins anywhere
-            access = EtcdAccess((*elsewhere, *single.endpoints))
-            EtcdStore.connect(access, "job", lease_ttl_s=1.0, timeout_s=PATIENCE_S).close()
+            access = etcd_access((*elsewhere, *single.endpoints), ttl_s=1.0, timeout_s=PATIENCE_S)
+            EtcdStore.connect(access).close()
 
 
 def gone_port() -> tuple[str, int]:
@@ -785,12 +779,16 @@ def test_members_are_verified_by_the_names_or_addresses_that_they_were_given(
 ) -> None:
     port = encrypted.members[0].port
     for host in (HOST, "localhost"):
-        access = EtcdAccess(((host, port),), tls=tls(certificates, client=None))
-        EtcdStore.connect(access, "job", lease_ttl_s=LONG_TTL_S, timeout_s=PATIENCE_S).close()
-    stranger = EtcdAccess((("localhost.localdomain", port),), tls=tls(certificates, client=None))
+        access = etcd_access(
+            ((host, port),), "job", LONG_TTL_S, PATIENCE_S, tls=tls(certificates, client=None)
+        )
+        EtcdStore.connect(access).close()
+    stranger = etcd_access(
+        (("localhost.localdomain", port),), "job", LONG_TTL_S, PATIENCE_S, tls=tls(certificates, client=None)
+    )
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (HOST, port))])
     with pytest.raises(StoreRefused, match="not the one to expect"):
-        EtcdStore.connect(stranger, "job", lease_ttl_s=LONG_TTL_S, timeout_s=PATIENCE_S)
+        EtcdStore.connect(stranger)
 
 
 def test_what_is_wrong_with_tls_is_said_at_the_start(
@@ -884,9 +882,9 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
     done = in_python(
         "import os\n"
         "before = dict(os.environ)\n"
-        "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+        "from tests.etcd_servers import etcd_access\n"
         "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
-        f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
+        f"store = EtcdStore.connect(etcd_access({single.endpoints!r}))\n"
         "from grpc._cython import cygrpc\n"
         "print(dict(os.environ) == before, cygrpc._GRPC_ENABLE_FORK_SUPPORT)",
         GRPC_ENABLE_FORK_SUPPORT="1",
@@ -898,9 +896,9 @@ def test_a_process_may_have_loaded_protobuf_before(single: EtcdCluster) -> None:
     for implementation in ("upb", "python"):
         done = in_python(
             "import google.protobuf.descriptor\n"
-            "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+            "from tests.etcd_servers import etcd_access\n"
             "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
-            f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
+            f"store = EtcdStore.connect(etcd_access({single.endpoints!r}))\n"
             "print(store.read(('nothing',)).entries)",
             PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=implementation,
         )
@@ -936,9 +934,9 @@ def test_with_a_protobuf_that_makes_no_messages_of_ours_those_of_etcd3_are_used(
     done = in_python(
         "from google.protobuf import message_factory\n"
         "del message_factory.GetMessageClass\n"
-        "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+        "from tests.etcd_servers import etcd_access\n"
         "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
-        f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
+        f"store = EtcdStore.connect(etcd_access({single.endpoints!r}))\n"
         "print(store._connection.rpc.messages.__name__)",
         PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
     )

@@ -10,7 +10,6 @@ import pytest
 from elastic_agent.agent.commands import control
 from elastic_agent.agent.commands.control import KEYS_AT_ONCE
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.records import (
     STOP_KEY,
@@ -29,7 +28,7 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Put
-from tests.etcd_servers import EtcdCluster
+from tests.etcd_servers import EtcdCluster, etcd_access
 
 WISHES = 2 * KEYS_AT_ONCE + 1
 """More than one request of etcd may delete."""
@@ -38,8 +37,8 @@ WISHES = 2 * KEYS_AT_ONCE + 1
 class Job:
     def __init__(self, cluster: EtcdCluster, name: str) -> None:
         self.name = name
-        access = EtcdAccess(cluster.endpoints)
-        self.store = EtcdStore.connect(access, name, lease_ttl_s=60.0, timeout_s=30.0)
+        access = etcd_access(cluster.endpoints, name)
+        self.store = EtcdStore.connect(access)
 
     def put(self, *puts: Put) -> None:
         for begin in range(0, len(puts), KEYS_AT_ONCE):

@@ -6,7 +6,6 @@ import random
 import uuid
 from dataclasses import replace
 
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.node.transactions import Evict
@@ -23,7 +22,7 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Grant, Put, Read, Request
-from tests.etcd_servers import EtcdCluster
+from tests.etcd_servers import EtcdCluster, etcd_access
 from tests.policies import PLAIN_POLICY
 
 LOST = 110
@@ -43,7 +42,7 @@ def carry_out(store: EtcdStore, agent: Participant, now: float) -> Request | Non
 
 def test_a_hundred_nodes_lost_at_once_are_evicted_in_batches(shared_etcd: EtcdCluster) -> None:
     job = uuid.uuid4().hex
-    store = EtcdStore.connect(EtcdAccess(shared_etcd.endpoints), job, lease_ttl_s=60.0, timeout_s=20.0)
+    store = EtcdStore.connect(etcd_access(shared_etcd.endpoints, job))
     try:
         me = NodeRecord("a", "a-1", "host-a", 4001, slots=1, http=Endpoint("host-a", 80))
         policy = replace(PLAIN_POLICY, job=job, max_nodes=LOST + 1, last_call_s=0.0)

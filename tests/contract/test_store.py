@@ -16,8 +16,7 @@ import pytest
 from elastic_agent.agent.configuration.rendezvous import STORES
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
-from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
+from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.local.store import LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import (
     MOST_OPERATIONS,
@@ -33,7 +32,8 @@ from elastic_agent.rendezvous.store.interface import (
 )
 from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
 from elastic_agent.rendezvous.store.memory import MEMORY, MemoryStore
-from tests.etcd_servers import EtcdCluster
+from elastic_agent.rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
+from tests.etcd_servers import EtcdCluster, etcd_access
 
 PATIENCE_S = 20.0
 
@@ -99,10 +99,7 @@ def etcd_clients() -> Iterator[Callable[[EtcdCluster, int], Store]]:
 
 def new_etcd_client(cluster: EtcdCluster) -> Store:
     return EtcdStore.connect(
-        EtcdAccess(cluster.endpoints),
-        "job",
-        lease_ttl_s=PATIENCE_S * REQUESTS_PER_TTL,
-        timeout_s=PATIENCE_S,
+        etcd_access(cluster.endpoints, "job", PATIENCE_S * KEEP_ALIVES_PER_TTL, PATIENCE_S)
     )
 
 

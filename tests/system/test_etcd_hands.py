@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.store.interface import Put
-from tests.etcd_servers import EtcdCluster, etcd_cluster
+from tests.etcd_servers import EtcdCluster, etcd_access, etcd_cluster
 
 from .etcd_jobs import NODES, NoteGap, agent_of, lease_of, member_of, start
 from .harness import RECORDER, Job, without
@@ -141,8 +140,8 @@ def roomy() -> Iterator[EtcdCluster]:
 
 
 def write(job: Job, cluster: EtcdCluster, *keys: str, value: str) -> None:
-    access = EtcdAccess(cluster.endpoints)
-    store = EtcdStore.connect(access, job.id, lease_ttl_s=60.0, timeout_s=20.0)
+    access = etcd_access(cluster.endpoints, job.id)
+    store = EtcdStore.connect(access)
     store.transact((), tuple(Put(key, value) for key in keys))
     store.close()
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.etcd.access import Address, Addresses, EtcdAccess, following
+from elastic_agent.rendezvous.etcd.access import Address, Addresses, following, root_of
 from elastic_agent.rendezvous.etcd.channel import Session, Verdict, classify
 from elastic_agent.rendezvous.store.store_kind import Login
+from tests.etcd_servers import etcd_access
 
 A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
 
@@ -28,14 +29,14 @@ A, B, C = (Address("h", f"10.0.0.{number}", 2379) for number in (1, 2, 3))
     ],
 )
 def test_a_job_has_one_part_of_the_path(prefix: str, job: str, root: str) -> None:
-    assert EtcdAccess((), prefix).root(job) == root
+    assert root_of(etcd_access((), job, prefix=prefix)) == root
 
 
 def test_no_password_is_shown() -> None:
-    access = EtcdAccess((("h", 1), ("::1", 2)), login=Login("me", lambda: "secret"))
+    access = etcd_access((("h", 1), ("::1", 2)), login=Login("me", lambda: "secret"))
     assert "secret" not in repr(access)
     assert "lambda" not in repr(access)
-    assert str(access) == "h:1,[::1]:2"
+    assert access.where == "h:1,[::1]:2"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.etcd.access import Address, EtcdAccess
+from elastic_agent.rendezvous.etcd.access import Address
 from elastic_agent.rendezvous.etcd.channel import LEASE_KEEP_ALIVE, TXN, Connection, History, Seen
+from elastic_agent.rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
+from tests.etcd_servers import etcd_access
 
 TIMEOUT_S = 60.0
 FIRST_S = 30.0
@@ -24,7 +26,7 @@ class Members(Connection):
     """Each call runs into its deadline, without the time that this takes; the one after `silent` is answered."""
 
     def __init__(self, silent: int) -> None:
-        super().__init__(EtcdAccess(THREE), "/job/", TIMEOUT_S, random.Random(1))
+        super().__init__(etcd_access(THREE, ttl_s=TIMEOUT_S * KEEP_ALIVES_PER_TTL), random.Random(1))
         self.asked: list[tuple[int, float]] = []
         """The port, and how long it was given."""
         self._silent = silent
