@@ -10,7 +10,6 @@ holds an instant, since clocks of two nodes are never compared.
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
@@ -26,14 +25,10 @@ SCHEMA = 19
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
-"""Less than a store takes in one request, evictions included."""
-MAX_MEMBERS_BYTES = 704 * 1024
-"""Of these, the members of a world: 4,096 nodes, the most that a job may have, have 176 bytes each. The rest
-is room for the longest failure, and for those that stand by or are excluded."""
-MAX_ROW_BYTES = 4096
-"""Of one member at most."""
-MAX_STANDBYS_BYTES = 64 * 1024
-"""Of the nodes that stand by with copies in their memory: about a thousand."""
+"""Less than a store takes in one request, evictions included. 4,096 members, the most that a job may have, fit with
+names as clouds give them, beside the longest failure."""
+MAX_STANDBYS = 512
+"""Nodes that stand by with copies in their memory, in one world."""
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_EXCEPTION = 1000
@@ -512,26 +507,17 @@ class PeerStatus(_Record):
         return PeerStatus._read(INTRODUCTION, text)
 
 
-def row_bytes(node: NodeRecord) -> int:
-    """At least as many as the node takes among the members of a world."""
-    at = node.http.address if node.http is not None else ""
-    return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + len(node.role) + 43
-
-
 def standbys_among(nodes: Iterable[NodeRecord], ended: int) -> tuple[Standby, ...]:
-    """Those of these nodes outside the world that have a memory server, as many as fit into the record.
+    """Those of these nodes outside the world that have a memory server, the first MAX_STANDBYS.
 
     A node that leaves, and has handed over what it had of generation `ended`, is no standby.
     """
-    found: list[Standby] = []
-    size = 0
-    for node in nodes:
-        size += len(node.node) + len(json.dumps(node.address)) + 48
-        if size > MAX_STANDBYS_BYTES:
-            break
-        if node.memory and not (node.leaving and node.has(Condition.DRAINED, ended)):
-            found.append(Standby(node.node, Endpoint(node.address, node.memory)))
-    return tuple(found)
+    found = [
+        Standby(node.node, Endpoint(node.address, node.memory))
+        for node in nodes
+        if node.memory and not (node.leaving and node.has(Condition.DRAINED, ended))
+    ]
+    return tuple(found[:MAX_STANDBYS])
 
 
 def assign_ranks(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:

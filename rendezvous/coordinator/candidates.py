@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 from ..messages import Exclusion, Limits, differences, fits, why_not
-from ..records import MAX_MEMBERS_BYTES, MAX_ROW_BYTES, Member, NodeRecord, Phase, World, life_of, row_bytes
+from ..records import Member, NodeRecord, Phase, World, life_of
 from ..text import shortened
 from .exclusions import left_out
 from .view import Policy, View
@@ -46,12 +45,9 @@ def suffice(nodes: int, limits: Limits) -> bool:
 
 
 def first_that_fit(nodes: Sequence[NodeRecord], policy: Policy) -> Sequence[NodeRecord]:
-    """As many as a world may have and its record can hold; those beyond a multiple stand by."""
-    most = nodes[: policy.max_nodes]
-    if len(most) * MAX_ROW_BYTES > MAX_MEMBERS_BYTES:
-        sizes = accumulate(map(row_bytes, most))
-        most = [node for node, size in zip(most, sizes, strict=True) if size <= MAX_MEMBERS_BYTES]
-    return most[: len(most) // policy.nodes_multiple_of * policy.nodes_multiple_of]
+    """As many as a world may have; those beyond a multiple stand by."""
+    most = min(len(nodes), policy.max_nodes)
+    return nodes[: most // policy.nodes_multiple_of * policy.nodes_multiple_of]
 
 
 def why_full(members: int, waiting: int, limits: Limits) -> str:
@@ -59,9 +55,9 @@ def why_full(members: int, waiting: int, limits: Limits) -> str:
     if members >= limits.max_nodes:
         return f"the world has all {limits.max_nodes} nodes of --max-nodes"
     multiple = limits.nodes_multiple_of
-    if waiting < multiple:
-        return f"{multiple - waiting} more needed, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
-    return "with one node more the world's record would be larger than a store takes; use shorter names"
+    return (
+        f"{multiple - waiting} more needed, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
+    )
 
 
 def why_idle(world: World | None, incarnation: str, leader: str | None) -> str:

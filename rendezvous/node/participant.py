@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Paces
-from ..coordinator.candidates import differences_from_job, why_idle, why_refused
+from ..coordinator.candidates import differences_from_job, why_idle
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
 from ..coordinator.view import Decision, Policy, View, Wait
@@ -297,7 +297,8 @@ class Participant:
             return Forget((Compare(self._drain_request.key, self._drain_request.mod_revision),))
         if membership.subscription is None:
             return membership.question
-        self._check_that_it_fits()
+        if not self._generation and (reason := session.why_refused(self.policy)) is not None:
+            self._refuse(Refusal.UNLIKE_THE_JOB, reason)
         if membership.world is None and self._known is not None and self._known.phase is not Phase.ENDED:
             # The store was replaced by an empty one.
             return WriteWorld(Compare(WORLD_KEY, membership.world_revision), self._known.carried_over())
@@ -308,17 +309,6 @@ class Participant:
         idle = why_idle(membership.world, self.incarnation, membership.leader)
         self.waiting_for = why_excluded(membership.world, session.record) or idle
         return None
-
-    def _check_that_it_fits(self) -> None:
-        """A node with another script or other times than the job's is in no world: it leaves, and says why."""
-        leader = self._session.membership.leader_record
-        if leader is None or self._generation:
-            return
-        session = self._session
-        world = None if session.came_after_end(self.policy) else self.world
-        reason = why_refused(world, leader, session.record)
-        if reason is not None:
-            self._refuse(Refusal.UNLIKE_THE_JOB, reason)
 
     def _coordinate(self, now: float) -> Request | None:
         decision = self._decide(self._session.view(self.policy), self.policy, now)

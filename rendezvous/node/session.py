@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from ...health.stragglers import Comparison, Paces
+from ..coordinator.candidates import why_refused
 from ..coordinator.view import Decision, Policy, View, Wait
 from ..liveness import LeaseValidity, Suspects, may_still_train, out_of_sight, slow_to_go_on, slow_to_stop
 from ..records import (
@@ -134,6 +135,12 @@ class Session:
         told, found = self.record.comparison, self.membership.own_comparison
         if found is not None and (told is None or found.names != told.names):
             self.report(comparison=found)
+
+    def why_refused(self, policy: Policy) -> str | None:
+        """A node with another script or other times than the job's is in no world: it leaves, and says why."""
+        leader, joins_anew = self.membership.leader_record, self.came_after_end(policy)
+        world = None if joins_anew else self.membership.world
+        return why_refused(world, leader, self.record) if leader is not None else None
 
     def again(self, identity: NodeRecord, joins: int, seen: int) -> NodeRecord:
         """The record of the node's next incarnation; the job had come to generation `seen`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent.rendezvous.coordinator import blame, next_world
-from elastic_agent.rendezvous.node import participant
+from elastic_agent.rendezvous.node import session
 from elastic_agent.rendezvous.node.participant import Participant
 
 from .checks import PromiseBroken
@@ -146,7 +146,7 @@ def test_a_rack_with_the_oldest_nodes_is_missed_before_its_leases_end() -> None:
 
 
 def test_one_transaction_for_a_whole_rack_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(participant, "MOST_EVICTED", 10**6)
+    monkeypatch.setattr(session, "MOST_EVICTED", 10**6)
     with pytest.raises(PromiseBroken, match="I11"):
         Rack(0).play()
 

@@ -1308,34 +1308,6 @@ def test_a_thousand_newcomers_at_once_make_a_world_that_all_can_read() -> None:
     assert "and 992 more" in decision.reason
 
 
-def longest(size: int) -> tuple[NodeRecord, ...]:
-    """Nodes with the longest names that there can be."""
-    names = [f"{i:04}".ljust(128, "x") for i in range(size)]
-    return tuple(replace(D, node=name, incarnation=name, http=Endpoint("\u00fc" * 256, 1)) for name in names)
-
-
-def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
-    policy = replace(POLICY, max_nodes=4096)
-    crowd = longest(500)
-    cause = Cause(
-        CauseKind.FAILURE, "a", "\u00fc" * 4096, replace(CRASH, summary="\u00fc" * 4096, **LONGEST_END)
-    )
-    decision = decide(view(None, *crowd), policy, NOW)
-    assert isinstance(decision, Publish)
-    assert 300 < len(decision.world.members) < 500
-    exclusions = tuple(
-        Exclusion(f"{i:0128}", "l" * 128, "c" * 40, "\u00fc" * MAX_EXCLUSION_REASON, "0" * 32)
-        for i in range(MAX_EXCLUSIONS)
-    )
-    full = replace(decision.world, cause=cause, exclusions=exclusions)
-    assert World.from_json(full.to_json()) == full
-    waits = decide(view(full, *crowd), policy, NOW)
-    assert (
-        "standing by: with one node more the world's record would be larger than a store takes"
-        in waits.reason
-    )
-
-
 def test_giving_up_after_the_longest_failure_makes_a_world_that_all_can_read() -> None:
     failure = replace(CRASH, summary="x" * 4096, **LONGEST_END, fingerprint="x" * 1024)
     policy = replace(POLICY, restarts=RestartPolicy(max_failures=0))
