@@ -182,12 +182,12 @@ class LeaseValidity:
         """When the newest confirmed keep-alive was sent."""
         self._lease_ttl_s = lease_ttl_s
         self._grace_s = store_outage_grace_s
-        self._whole: _Whole | None = None
+        self._whole: _AllAlive | None = None
 
     def runs(self, world: World | None, incarnation: str) -> None:
         """The world whose workers run here from now on; None when there are none."""
         whole = world is not None and self._grace_s and may_be_whole(world)
-        self._whole = _Whole(world, incarnation) if world is not None and whole else None
+        self._whole = _AllAlive(world, incarnation) if world is not None and whole else None
 
     def lease_proven(self, now: float) -> bool:
         return now < self.proven_until
@@ -249,7 +249,7 @@ class LeaseValidity:
         return self.confirmed_at + QUIET_MARGIN * self._lease_ttl_s
 
 
-class _Whole:
+class _AllAlive:
     """Since when one world's members are known to be all there, as seen from one of them."""
 
     def __init__(self, world: World, incarnation: str) -> None:

@@ -5,10 +5,10 @@ clients push calls to one queue, each client pops the answers from a queue of it
 
     c10d-requests    pops calls, one at a time, and answers them
     c10d-changes     waits for changes (and so for leases to expire, also without a call) and answers the `LongPoll`
-                     calls that were parked because nothing had changed yet
+                     calls that were pending because nothing had changed yet
 
-A `LongPoll` is answered once, at the latest after `PARKED_S`, and then forgotten, so that a client that died costs one
-parked call and one unread answer, and those only for a while. Calls of one client are done in the order in which it
+A `LongPoll` is answered once, at the latest after `PENDING_S`, and then forgotten, so that a client that died costs one
+pending call and one unread answer, and those only for a while. Calls of one client are done in the order in which it
 made them; once a client has used a newer link, a call that comes late over an older one is dropped, because its caller
 gave up on it long ago and may have read back that it did not happen.
 """
@@ -32,7 +32,7 @@ from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
 from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
 from ..store.wire import (
-    PARKED_S,
+    PENDING_S,
     Caller,
     CallInvalid,
     Changes,
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Parked:
+class _PendingWatch:
     scopes: tuple[str, ...]
     after_revision: int
     until: float
@@ -102,8 +102,8 @@ class C10dHost(MemoryStore):
             self.transact((), (Put(WORLD_KEY, past.carried_over().to_json()),))
         self.dropped = 0
         """Messages that were not done: garbage, another schema, or late over a link that is no longer used."""
-        self._parked: dict[Caller, _Parked] = {}
-        self._parking = threading.Lock()
+        self._pending: dict[Caller, _PendingWatch] = {}
+        self._watching = threading.Lock()
         self._clients: dict[str, _Client] = {}
         self._remembering = threading.Lock()
         self._closing = threading.Event()
@@ -203,14 +203,14 @@ class C10dHost(MemoryStore):
 
     def _await(self, caller: Caller, call: LongPoll) -> None:
         # Under the lock, so that c10d-changes handles each change either before (then `carry_out` sees it) or after
-        # (then it sees the parked call).
-        with self._parking:
+        # (then it sees the pending call).
+        with self._watching:
             result = carry_out(self, call)
             if isinstance(result, Changes) and not result.changes:
                 until = (
-                    self._clock() + PARKED_S - SWEEP_S
+                    self._clock() + PENDING_S - SWEEP_S
                 )  # the sweep that finds it late may just have passed
-                self._parked[caller] = _Parked(call.scopes, call.after_revision, until)
+                self._pending[caller] = _PendingWatch(call.scopes, call.after_revision, until)
                 return
         self._answer(caller, result)
 
@@ -229,27 +229,27 @@ class C10dHost(MemoryStore):
 
     def _tell(self, changes: tuple[Change, ...]) -> None:
         now = self._clock()
-        with self._parking:
-            for caller, parked in list(self._parked.items()):
-                after = parked.after_revision
+        with self._watching:
+            for caller, pending in list(self._pending.items()):
+                after = pending.after_revision
                 wanted = tuple(
                     change
                     for change in changes
-                    if change.revision > after and in_scopes(change.key, parked.scopes)
+                    if change.revision > after and in_scopes(change.key, pending.scopes)
                 )
                 if changes:
-                    parked.after_revision = max(after, changes[-1].revision)
-                if wanted or parked.until <= now:
-                    self._unpark(caller, Changes(parked.after_revision, wanted))
+                    pending.after_revision = max(after, changes[-1].revision)
+                if wanted or pending.until <= now:
+                    self._answer_pending(caller, Changes(pending.after_revision, wanted))
 
     def _tell_all_to_read_again(self, error: Compacted) -> None:
-        with self._parking:
-            for caller in list(self._parked):
-                self._unpark(caller, Refused("Compacted", str(error)))
+        with self._watching:
+            for caller in list(self._pending):
+                self._answer_pending(caller, Refused("Compacted", str(error)))
             self._feed = self.watch(("",), self.read(()).revision)
 
-    def _unpark(self, caller: Caller, result: Result) -> None:
-        del self._parked[caller]
+    def _answer_pending(self, caller: Caller, result: Result) -> None:
+        del self._pending[caller]
         self._answer(caller, result)
 
     # Both threads.

@@ -52,7 +52,7 @@ from ..store.interface import (
 )
 from ..store.store_kind import retry_connect
 from ..store.wire import (
-    PARKED_S,
+    PENDING_S,
     Call,
     Changes,
     Done,
@@ -339,7 +339,7 @@ class _C10dWatch(Watch):
             if waiting is None:
                 now = time.monotonic()
                 link, asked = self._ask()
-                waiting = self._waiting = _Waiting(link, asked, now + PARKED_S + answer_timeout_s)
+                waiting = self._waiting = _Waiting(link, asked, now + PENDING_S + answer_timeout_s)
             if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")
             now = time.monotonic()
@@ -349,7 +349,7 @@ class _C10dWatch(Watch):
                 if time.monotonic() < waiting.deadline:
                     return ()
                 self._waiting = None
-                raise store._no_answer(waiting.link, waiting.asked, PARKED_S + answer_timeout_s) from None
+                raise store._no_answer(waiting.link, waiting.asked, PENDING_S + answer_timeout_s) from None
             self._waiting = None
             news = store._understood(answer, Changes, time.monotonic() + answer_timeout_s)
             self._after = news.revision

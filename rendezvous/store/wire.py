@@ -24,7 +24,7 @@ _PROGRAM = "elastic-agent"
 REQUEST_LIMIT_BYTES = 2 * 1024 * 1024
 """A record (at most `records.MAX_RECORD_BYTES`) that has been escaped once more fits well."""
 
-PARKED_S = 30.0
+PENDING_S = 30.0
 """A `LongPoll` without a change is answered after this long, and so renewed by clients that still live."""
 
 

@@ -35,7 +35,7 @@ from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoi
 from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Read, Snapshot
 from elastic_agent.rendezvous.store.kv_state import HISTORY
 from elastic_agent.rendezvous.store.wire import (
-    PARKED_S,
+    PENDING_S,
     REQUEST_LIMIT_BYTES,
     SCHEMA,
     Caller,
@@ -352,7 +352,7 @@ def test_a_watch_is_not_told_of_what_it_knew_when_it_began_to_wait(
     changes = host.watch(("",), 0).next(0.0)
     watch = connect(port).watch(("k/",), changes[-1].revision)
     assert watch.next(0.1) == ()
-    eventually(lambda: bool(host._parked), "the watch waits")
+    eventually(lambda: bool(host._pending), "the watch waits")
     host._tell(changes)  # as when its thread was held up while the client had already asked and heard
     put(host, "k/2")
     assert [change.key for change in watch.next(PATIENCE_S)] == ["k/2"]
@@ -638,16 +638,16 @@ def test_what_a_dead_client_left_is_thrown_away(monkeypatch: pytest.MonkeyPatch)
     client, replies = raw_client(port), reply_queue(STRANGER, 1)
     client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 1), LongPoll(("k",), 0))))
     client.queue_push(REQUEST_QUEUE, encode_request(Request(Caller(STRANGER, 1, 2), Read(("k",)))))
-    eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first parked")
-    now[0] += PARKED_S - c10d_host_module.SWEEP_S
+    eventually(lambda: client.queue_len(replies) == 1, "the second call was answered, the first pending")
+    now[0] += PENDING_S - c10d_host_module.SWEEP_S
     eventually(
-        lambda: client.queue_len(replies) == 2, "the parked call was answered a sweep before it is late"
+        lambda: client.queue_len(replies) == 2, "the pending call was answered a sweep before it is late"
     )
     now[0] += QUIET_S
     eventually(lambda: not host._clients, "the client was forgotten, and before it its answers thrown away")
     with pytest.raises(QueueEmptyError):
         client.queue_pop(replies, False)
-    assert not host._parked
+    assert not host._pending
     host.close()
 
 
@@ -674,7 +674,7 @@ def test_when_more_changed_at_once_than_is_remembered_every_watch_is_told_to_rea
     store = connect(port)
     watch = store.watch(("mine",), 0)
     assert watch.next(0.1) == ()
-    eventually(lambda: bool(host._parked), "the watch waits")
+    eventually(lambda: bool(host._pending), "the watch waits")
     with host._parking:  # holds up the thread that tells of changes
         for _ in range(0, 2 * HISTORY, MOST_OPERATIONS):
             host.transact((), tuple(Put(f"k{n}", "") for n in range(MOST_OPERATIONS)))
