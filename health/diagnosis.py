@@ -102,6 +102,18 @@ def diagnose(testimonies: Sequence[HangReport], nodes: Sequence[str]) -> Diagnos
     return _all_wait(waiting, nodes)
 
 
+def judge(
+    answers: Mapping[str, HangReport], nodes: Sequence[str], urgency: Urgency, *, all_answered: bool
+) -> Diagnosis:
+    """The conclusion from the answers, by node, to one probe. `nodes` has the node of each rank of the world, `urgency`
+    for how long the workers have been still."""
+    found = weighed(diagnose(tuple(answers.values()), nodes), answers, all_answered=all_answered)
+    if urgency is Urgency.EARLY or not all_answered or not all_go_on(found, answers):
+        return found
+    why = f"all ranks have been active within {STILL_S:g} s; {found.why}"
+    return replace(found, finding=Finding.HEALTHY, why=why)
+
+
 def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered: bool) -> Diagnosis:
     """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
     others wait for. One that is at work comes by itself, as far as can be known for long; a disk may be slow."""

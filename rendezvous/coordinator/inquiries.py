@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...health.diagnosis import RISING, STILL_S, all_go_on, diagnose, ends, weighed
+from ...health.diagnosis import RISING, ends, judge
 from ...health.hang_report import (
     ANSWER_S,
     HANG,
@@ -86,16 +86,8 @@ def _close(
     if now < until and (silent := [node for node in present if node.node not in answers]):
         return Wait(f"inquiry {inquiry.number}: what do the workers of {named(silent)} do?", until)
     all_answered = all(node.node in answers for node in present)
-    found = weighed(
-        diagnose(tuple(answers.values()), world.node_of_ranks), answers, all_answered=all_answered
-    )
     still = inquiry.urgency if suspects else Urgency.EARLY  # they may have gone on meanwhile
-    if still is not Urgency.EARLY and all_answered and all_go_on(found, answers):
-        found = replace(
-            found,
-            finding=Finding.HEALTHY,
-            why=f"all ranks have been active within {STILL_S:g} s; {found.why}",
-        )
+    found = judge(answers, world.node_of_ranks, still, all_answered=all_answered)
     closed = replace(inquiry, finding=found.finding, why=found.why[:512], node=found.node, rank=found.rank)
     if ends(still, found, all_answered=all_answered):
         signs = next((said.why for said in _said(suspects) if said.urgency is inquiry.urgency), "")
