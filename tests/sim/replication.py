@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.worker.checkpointing.loading.shard_selection import (
+from elastic_agent.worker.checkpointing.loading.selection import (
     CopyPlace,
     ShardOffer,
     ShardSource,

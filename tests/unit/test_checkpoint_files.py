@@ -18,8 +18,8 @@ from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownersh
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import files
+from elastic_agent.worker.wire.files import checksum
 from elastic_agent.worker.wire.run import Run
-from elastic_agent.worker.wire.sealed import checksum
 
 RUN = Run("run-a")
 

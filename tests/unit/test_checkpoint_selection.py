@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
+from elastic_agent.worker.checkpointing.loading.selection import (
     BadState,
     Offer,
     Source,

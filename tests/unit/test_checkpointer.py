@@ -26,7 +26,7 @@ from elastic_agent.worker import (
     OtherRun,
     StepNotGrowing,
 )
-from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
+from elastic_agent.worker.checkpointing.loading.selection import (
     BadState,
     Offer,
     Source,

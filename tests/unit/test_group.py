@@ -17,13 +17,12 @@ from torch.utils import dlpack
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.checkpointing.loading import state_loader
-from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer
 from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes
+from elastic_agent.worker.checkpointing.loading.selection import Offer
 from elastic_agent.worker.checkpointing.sharded import meeting
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.ranks import group
-from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
-from elastic_agent.worker.ranks.refusals import _Refusal
+from elastic_agent.worker.ranks.group import RECORDS, Group, _Refusal, records_of
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.ownership import Claim
 from elastic_agent.worker.storage.memory.copy_header import Header, NotedState, RankShards

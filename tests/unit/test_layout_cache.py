@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elastic_agent.worker.state import layout_cache
-from elastic_agent.worker.state.archive_layout import Layout, lay_out
-from elastic_agent.worker.state.layout_cache import LayoutCache
+from elastic_agent.worker.state import archive_layout
+from elastic_agent.worker.state.archive_layout import Layout, LayoutCache, lay_out
 
 _ID = re.compile(rb"(serialization_idFB.{2}Z*)\d{40}(PK\x07\x08).{4}", re.DOTALL)
 
@@ -99,7 +98,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(payload["step"])
         return lay_out(payload)
 
-    monkeypatch.setattr(layout_cache, "lay_out", counting)
+    monkeypatch.setattr(archive_layout, "lay_out", counting)
     return counted
 
 
@@ -224,7 +223,7 @@ def test_a_file_with_another_pickle_than_expected_is_no_template(
     counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a torch that pickles tensors in another way."""
-    monkeypatch.setattr(layout_cache, "location_tag", lambda _: "moon")
+    monkeypatch.setattr(archive_layout, "location_tag", lambda _: "moon")
     layouts = LayoutCache()
     for step in range(4):
         layouts.lay_out({"step": step, "value": torch.ones(3)})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
+from elastic_agent.worker.checkpointing.loading.selection import CopyPlace
 from elastic_agent.worker.checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table

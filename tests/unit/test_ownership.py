@@ -20,8 +20,8 @@ from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
+from elastic_agent.worker.wire.files import checksum
 from elastic_agent.worker.wire.run import Run, this_run
-from elastic_agent.worker.wire.sealed import checksum
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from elastic_agent.worker.errors import BadCheckpoint, CheckpointError, NotPlainData, Sharded
-from elastic_agent.worker.ranks.group import Group
-from elastic_agent.worker.ranks.refusals import raise_together
+from elastic_agent.worker.ranks.group import Group, raise_together
 from elastic_agent.worker.wire.messages import MAX_REASON_CHARS
 
 

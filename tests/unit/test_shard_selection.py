@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_agent.codec import Invalid, from_plain, plain
-from elastic_agent.worker.checkpointing.loading.checkpoint_selection import BadState
-from elastic_agent.worker.checkpointing.loading.shard_selection import (
+from elastic_agent.worker.checkpointing.loading.selection import (
+    BadState,
     ShardOffer,
     ShardSource,
     choose_shards,

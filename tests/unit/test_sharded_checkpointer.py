@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
+from elastic_agent.worker.checkpointing.loading.selection import CopyPlace
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
 from elastic_agent.worker.checkpointing.sharded import sharded_saves
 from elastic_agent.worker.checkpointing.sharded.loaded_write import LoadedWrite

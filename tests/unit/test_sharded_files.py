@@ -39,8 +39,8 @@ from elastic_agent.worker.storage.disk.sharded.shared_directory import (
     write_mark,
 )
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.wire.files import checksum
 from elastic_agent.worker.wire.run import Run
-from elastic_agent.worker.wire.sealed import checksum
 from tests.shards import (
     METADATA,
     RUN,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils import dlpack
 
 from elastic_agent.agent.workers.evidence import groups_of, read_pickle
-from elastic_agent.worker.state import layout_cache
+from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
 from elastic_agent.worker.steps.torch_workarounds import finalizers_of_torch
@@ -42,10 +42,12 @@ def test_the_finalizers_that_a_quick_end_leaves_out_are_found() -> None:
 
 
 def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`worker/state/layout_cache.py`: the bytes of torch's pickle, and its place in the archive."""
+    """`worker/state/archive_layout.py`: the bytes of torch's pickle, and its place in the archive."""
     made_by_torch = []
-    monkeypatch.setattr(layout_cache, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload))
-    layouts = layout_cache.LayoutCache()
+    monkeypatch.setattr(
+        archive_layout, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload)
+    )
+    layouts = archive_layout.LayoutCache()
     for step in range(4):
         layout = layouts.lay_out({**PAYLOAD, "step": step})
     assert len(made_by_torch) == 1

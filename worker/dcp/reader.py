@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec import Count
-from ..checkpointing.loading.shard_selection import (
+from ..checkpointing.loading.selection import (
     CopyName,
     CopyPlace,
     Places,
@@ -31,8 +31,7 @@ from ..checkpointing.sharded.meeting import RankHome
 from ..checkpointing.sharded.offered_copies import offers_of_standbys, shard_copies_in
 from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
-from ..ranks.group import Group, current_group
-from ..ranks.refusals import raise_together
+from ..ranks.group import Group, current_group, raise_together
 from ..state.sharding.reading import OpenCopy
 from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles

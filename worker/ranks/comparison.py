@@ -41,8 +41,7 @@ from ..state.kinds import (
 from ..state.state_dicts import Part, state_of, unwrapped
 from ..steps import progress
 from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
-from .group import Group
-from .refusals import because, raise_together
+from .group import Group, because, raise_together
 
 logger = logging.getLogger(__name__)
 

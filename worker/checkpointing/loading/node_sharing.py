@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 
 from ...errors import CheckpointError
-from ...ranks.group import Group
-from ...ranks.refusals import because, raise_together
+from ...ranks.group import Group, because, raise_together
 from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import NodeMemory
 from ...storage.memory.slots import NoRoom, OpenSlot, SlotsBusy

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import together
+from ...ranks.group import Group, current_group, together
 from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
 from ...storage.disk.manifests import Manifest
 from ...storage.memory.copy_header import Header
 from ...wire.environment import WorkerEnv
 from ...wire.messages import MAX_REASON_CHARS, LoadResult, Tier
-from .checkpoint_selection import BadState, Offer, Source
 from .node_sharing import first_ranks
-from .shard_selection import ShardOffer, ShardSource
+from .selection import BadState, Offer, ShardOffer, ShardSource, Source
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...ranks.comparison import DIGEST_BYTES, ReplicatedComparison
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import because, raise_together
+from ...ranks.group import Group, because, current_group, raise_together
 from ...state import rng
 from ...state.rank_parts import Rules, pack
 from ...state.state_dicts import Part, modules_in, state_of

@@ -15,8 +15,7 @@ import torch
 
 from ...errors import CheckpointError, CheckpointMismatch
 from ...ranks.comparison import refuse_sharded
-from ...ranks.group import Group
-from ...ranks.refusals import together
+from ...ranks.group import Group, together
 from ...state import rng
 from ...state.rank_parts import Rules, states_for
 from ...state.state_dicts import Part, load_into, modules_in, refuse_code
@@ -27,8 +26,8 @@ from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import NodeMemory, load_mapped
 from ...storage.memory.slots import HeldSlot
 from ...wire.environment import WorkerEnv
-from ..loading.checkpoint_selection import Offer, Source, choose_source, nodes_with
 from ..loading.node_sharing import Bytes, NodeSharing, first_ranks
+from ..loading.selection import Offer, Source, choose_source, nodes_with
 from ..loading.state_loader import LoadedState, Reasons, StateLoader, choose_together
 from .contents import Contents
 

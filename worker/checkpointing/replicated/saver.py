@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import because
+from ...ranks.group import Group, because, current_group
 from ...state import rng
 from ...state.state_dicts import prove_loadable, with_numbers
 from ...steps import progress

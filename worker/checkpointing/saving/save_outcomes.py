@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable
 
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
-from ...ranks.group import current_group
-from ...ranks.refusals import together
+from ...ranks.group import current_group, together
 from ...storage.disk.async_save import BackgroundSaver
 from ...storage.disk.background_write import refusal_of
 from ...storage.disk.checkpoint_files import CheckpointFiles

@@ -14,8 +14,7 @@ import torch
 from ...errors import CheckpointError, Sharded
 from ...ranks.comparison import Comparison
 from ...ranks.fingerprint import look_at_tensors
-from ...ranks.group import Group
-from ...ranks.refusals import tried
+from ...ranks.group import Group, tried
 from ...state import rng
 from ...state.rank_parts import Rules
 from ...state.sharding.layout import ShardLayout, ShardLayouts

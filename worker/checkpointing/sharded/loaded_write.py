@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import all_did
+from ...ranks.group import Group, all_did, current_group
 from ...storage.disk.async_save import BackgroundSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_token

@@ -1,6 +1,6 @@
 """Loads the newest state of which every shard is somewhere: in the memory of this node or of others, or on disk.
 
-All ranks choose the same (`shard_selection`). Each then reads what it needs of it, and nothing changes before all have
+All ranks choose the same (`selection`). Each then reads what it needs of it, and nothing changes before all have
 read. A rank whose place in the world, and whose part of the state, are those of an old rank maps that rank's copy.
 """
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import BadCheckpoint, CheckpointError, CheckpointMismatch
-from ...ranks.group import Group
-from ...ranks.refusals import because, raise_together, together
+from ...ranks.group import Group, because, raise_together, together
 from ...state import rng
 from ...state.sharding.parts import Prepared
 from ...state.sharding.reading import OpenCopy
@@ -25,7 +24,7 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
 from ...storage.memory.shard_memory import ShardMemory
 from ...wire.environment import WorkerEnv
-from ..loading.shard_selection import (
+from ..loading.selection import (
     CopyName,
     ShardOffer,
     ShardSource,

@@ -19,7 +19,7 @@ from ...storage.memory.slots import Slots
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
-from ..loading.shard_selection import ShardOffer
+from ..loading.selection import ShardOffer
 
 logger = logging.getLogger(__name__)
 

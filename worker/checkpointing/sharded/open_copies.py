@@ -23,7 +23,7 @@ from ...storage.memory.slots import PIECE_BYTES, NoRoom, Slots, SlotsBusy, sums_
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
-from ..loading.shard_selection import CopyPlace, ShardSource
+from ..loading.selection import CopyPlace, ShardSource
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Superseded, Unconfirmed
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import all_did, because, raise_together, tried
+from ...ranks.group import Group, all_did, because, current_group, raise_together, tried
 from ...state import rng
 from ...state.sharding.layout import ShardLayout
 from ...steps import progress

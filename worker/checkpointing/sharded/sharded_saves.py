@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from ...errors import CheckpointError, DirectoryNotShared, SaveFailed
-from ...ranks.group import Group
-from ...ranks.refusals import because, together
+from ...ranks.group import Group, because, together
 from ...state.sharding.table import Table
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_attempt

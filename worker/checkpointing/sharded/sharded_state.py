@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...errors import CheckpointError
-from ...ranks.group import Group, current_group
-from ...ranks.refusals import together
+from ...ranks.group import Group, current_group, together
 from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
 from ...steps import progress

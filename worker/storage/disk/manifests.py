@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, SupportsIndex
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
-from ...wire.files import read_whole
+from ...wire.files import read_whole, seal_fields, unseal
 from ...wire.messages import RUN_NAME, RunNameOrNone
-from ...wire.sealed import seal_fields, unseal
 
 SHARDED_SCHEMA = 3
 """Of a checkpoint that is a directory of files, see `shard_files`."""

@@ -35,10 +35,9 @@ from dataclasses import dataclass, field
 from ....codec import Checked, Count, from_plain
 from ...errors import OtherRun
 from ...wire.environment import PROCESS_GROUP_TIMEOUT
-from ...wire.files import open_directory, read_whole, remove
+from ...wire.files import open_directory, read_whole, remove, seal, unseal
 from ...wire.messages import RunNameOrNone
 from ...wire.run import Run
-from ...wire.sealed import seal, unseal
 from .directory_lock import LOCK_NAME, Lock
 from .durable import make_directory, write_durably
 from .manifests import TEMPORARY_NAME, Manifest, readable_manifests

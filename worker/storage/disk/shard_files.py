@@ -34,8 +34,7 @@ from typing import Annotated, NamedTuple
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain
 from ...errors import BadCheckpoint
 from ...state.sharding.table import Table
-from ...wire.files import open_for_reading, open_own_directory, read_whole, remove
-from ...wire.sealed import seal, unseal
+from ...wire.files import open_for_reading, open_own_directory, read_whole, remove, seal, unseal
 from ..memory.copy_header import Header
 from ..memory.slots import PIECE_BYTES
 from .manifests import Manifest

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain
+from ...wire.files import seal, unseal
 from ...wire.messages import RunNameOrNone, SlotName
-from ...wire.sealed import seal, unseal
 from .slot_folders import Folder
 
 SCHEMA = 2

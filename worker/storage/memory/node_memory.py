@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...state.layout_cache import LayoutCache
+from ...state.archive_layout import LayoutCache
 from ...state.state_dicts import is_plain, prove_loadable, with_numbers
 from ...wire.environment import WorkerEnv
 from ...wire.run import this_run

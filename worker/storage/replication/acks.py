@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Count, from_plain
-from ...wire.files import open_own_directory, read_whole, replace_file
+from ...wire.files import open_own_directory, read_whole, replace_file, seal, unseal
 from ...wire.messages import MOST_PARTNERS, NodeName
-from ...wire.sealed import seal, unseal
 
 SCHEMA = 1
 _MAX_BYTES = 16384
