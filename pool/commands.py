@@ -298,7 +298,7 @@ _WAIT_USAGE = """\
 usage: elastic-agent wait JOB
 
 Waits until a job of a pool has ended, and shows on stderr how it goes, a line for each new state. The exit code is 0 if
-it has succeeded, and one of those below if not.
+it has succeeded, and another if not: see elastic-agent --help.
 """
 
 

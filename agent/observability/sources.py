@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -18,7 +19,7 @@ from typing import TypeAlias, TypeVar
 from ...codec import Document, Invalid
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
-from ...rendezvous.store.interface import Entry, Store
+from ...rendezvous.store.interface import Entry
 from ..common.exits import CannotDo, ExitCode
 from ..common.http_client import NoAnswer, get
 from ..configuration.rendezvous import RendezvousConfig
@@ -139,7 +140,6 @@ class AgentsSource(Source):
         self._here = here
         self._job = job
         self._otherwise = otherwise
-        self._store: StoreSource | None = None
 
     def jobs(self) -> list[Found]:
         try:
@@ -148,9 +148,8 @@ class AgentsSource(Source):
             place = self._otherwise() if nothing.code is ExitCode.NOT_FOUND else None
             if place is None:
                 raise
-            self._store = self._store or StoreSource(place, self._timeout_s)
             try:
-                return self._store.jobs()
+                return StoreSource(place, self._timeout_s).jobs()
             except CannotDo as error:
                 raise CannotDo(error.code, f"{nothing}; {error}") from None
 
@@ -228,24 +227,19 @@ def _each_job_once(found: Iterable[Found]) -> list[Found]:
 
 
 class StoreSource(Source):
-    """Reads the job's keys each time; the connection stays."""
-
     def __init__(self, rendezvous: RendezvousConfig, timeout_s: float) -> None:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
-        self._store: Store | None = None
 
     def jobs(self) -> list[Found]:
         try:
-            if self._store is None:
-                self._store = open_to_look(self._rendezvous, self._timeout_s)
-            snapshot = self._store.read((WORLD_KEY, NODES_PREFIX))
+            with closing(open_to_look(self._rendezvous, self._timeout_s)) as store:
+                snapshot = store.read((WORLD_KEY, NODES_PREFIX))
         except StoreRefused as error:
             raise CannotDo(ExitCode.BAD_CONFIG, str(error)) from error
         except StoreMismatch as error:
             raise CannotDo(ExitCode.MISMATCH, str(error)) from error
         except StoreError as error:
-            self._store = None
             raise CannotDo(ExitCode.NO_ANSWER, str(error)) from error
         return [self._found(snapshot.entries)]
 
