@@ -34,11 +34,11 @@ from ..rendezvous.store.interface import (
 )
 from .records import (
     SCOPES,
+    Attempt,
     Job,
     Pool,
     PoolNode,
     PoolView,
-    Run,
     Seat,
     SeatEnd,
     SeatOutcome,
@@ -70,7 +70,7 @@ class Assignment:
     """This node is to run a part of this job."""
 
     job: Job
-    run: Run
+    run: Attempt
     seat: Seat
 
 
@@ -148,17 +148,17 @@ class PoolMember:
         return self.tracks and self._written == self.record and self._seat is None
 
     @property
-    def _seat(self) -> tuple[Run, Seat] | None:
+    def _seat(self) -> tuple[Attempt, Seat] | None:
         return self.view.plan.seat_of(self.record.node, self.record.incarnation)
 
     @property
-    def _untaken(self) -> tuple[Run, Seat] | None:
+    def _untaken(self) -> tuple[Attempt, Seat] | None:
         """The seat that this node has and has not taken in this life, if it knows the plan."""
         found = self._seat if self.tracks and not self.record.running else None
         ended = self.record.ended
         return None if found is None or (ended and ended.ticket >= found[1].ticket) else found
 
-    def _is_over(self, run: Run, seat: Seat) -> bool:
+    def _is_over(self, run: Attempt, seat: Seat) -> bool:
         return seat.leaving or run.ending is not None or self.record.leaving
 
     def _decline(self) -> None:

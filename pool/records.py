@@ -238,7 +238,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Attempt:
     """The newest attempt of a job, and what is known of those before it."""
 
     job: Name
@@ -269,7 +269,7 @@ class Plan(Record):
 
     tickets: Count = 0
     """How many have been given."""
-    attempts: Annotated[tuple[Run, ...], AtMost(MOST_NODES)] = ()
+    attempts: Annotated[tuple[Attempt, ...], AtMost(MOST_NODES)] = ()
     """The newest of each job that has had nodes; oldest job first."""
 
     @property
@@ -277,17 +277,17 @@ class Plan(Record):
         return PLAN_KEY
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Attempt, ...]:
         """Those that have nodes, or are about to end."""
         return tuple(run for run in self.attempts if not run.is_over)
 
-    def run_of(self, job: str) -> Run | None:
+    def run_of(self, job: str) -> Attempt | None:
         return next((run for run in self.runs if run.job == job), None)
 
     def refusals_of(self, job: str) -> Mapping[str, Refusal]:
         return next((run.refusals for run in self.attempts if run.job == job), {})
 
-    def seat_of(self, node: str, incarnation: str) -> tuple[Run, Seat] | None:
+    def seat_of(self, node: str, incarnation: str) -> tuple[Attempt, Seat] | None:
         """A node has one seat at most."""
         for run in self.runs:
             for seat in run.seats:

@@ -31,6 +31,7 @@ from .records import (
     MOST_NODES,
     PLAN_KEY,
     RESULTS_PREFIX,
+    Attempt,
     Ending,
     Job,
     JobResult,
@@ -39,7 +40,6 @@ from .records import (
     Pool,
     PoolNode,
     Refusal,
-    Run,
     Seat,
     SeatEnd,
     SeatOutcome,
@@ -167,7 +167,7 @@ class _Draft:
                 self._leave_empty(run)
         self._find_idle()
 
-    def _fold(self, run: Run) -> Run:
+    def _fold(self, run: Attempt) -> Attempt:
         seats, ending, left, refusals = [], run.ending, dict.fromkeys(run.left), dict(run.refusals)
         refused: Ending | None = None
         for seat in run.seats:
@@ -214,7 +214,7 @@ class _Draft:
         outcome = _DECIDES.get(end.outcome, Outcome.FAILED)
         return Ending(outcome, short(f"{node}: {end.reason}"), end.code, self._now)
 
-    def _leave_empty(self, run: Run) -> None:
+    def _leave_empty(self, run: Attempt) -> None:
         """All its nodes are gone: it is over, or waits at its old place in the queue."""
         ending, in_vain = run.ending, run.in_vain
         if self._now >= run.started_at + STEADY_S:
@@ -233,7 +233,7 @@ class _Draft:
         # Its nodes are told no more: the plan of many large jobs that wait again would be too long for the store.
         self._runs[run.job] = replace(run, in_vain=in_vain, left=())
 
-    def _end(self, job: str, ending: Ending, run: Run | None) -> None:
+    def _end(self, job: str, ending: Ending, run: Attempt | None) -> None:
         if len(self.results) == MOST_AT_ONCE:
             if run is not None:
                 self._runs[job] = replace(run, ending=ending)
@@ -323,7 +323,7 @@ class _Draft:
     def _seat(self, job: Job, nodes: Iterable[PoolNode]) -> None:
         run = self._runs.get(job.job)
         if run is None:
-            run = Run(job.job, 1, self._now, ())
+            run = Attempt(job.job, 1, self._now, ())
         elif run.is_over:
             run = replace(run, attempt=run.attempt + 1, started_at=self._now, left=())
         for node in nodes:

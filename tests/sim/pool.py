@@ -32,6 +32,7 @@ from elastic_agent.pool.member import Assignment, PoolMember
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
+    Attempt,
     Cancel,
     Job,
     JobResult,
@@ -39,7 +40,6 @@ from elastic_agent.pool.records import (
     Plan,
     Pool,
     PoolNode,
-    Run,
     SeatEnd,
     SeatOutcome,
 )
@@ -561,7 +561,7 @@ class PoolSimulation:
             )
             self.seen["too large a job was passed"] += 1
 
-    def _check_least(self, job: Job, was: Run, run: Run, live: dict[str, PoolNode]) -> None:
+    def _check_least(self, job: Job, was: Attempt, run: Attempt, live: dict[str, PoolNode]) -> None:
         asked = {seat.ticket for seat in run.seats if seat.leaving} - {
             seat.ticket for seat in was.seats if seat.leaving
         }
@@ -572,7 +572,7 @@ class PoolSimulation:
                 len(run.staying) >= job.min_nodes, "P6", f"{job.job} is left {len(run.staying)} seats"
             )
 
-    def _check_multiple(self, job: Job, was: Run, run: Run) -> None:
+    def _check_multiple(self, job: Job, was: Attempt, run: Attempt) -> None:
         if job.nodes_multiple_of > 1 and len(run.seats) > len(was.seats):
             self.seen["grew to a multiple"] += 1
             self.require(

@@ -16,13 +16,13 @@ from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
+    Attempt,
     Job,
     Plan,
     PoolCounts,
     PoolNode,
     PoolView,
     Record,
-    Run,
     Seat,
 )
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
@@ -137,7 +137,7 @@ def test_nodes_and_jobs_are_counted() -> None:
         PoolNode("busy", "y1", running=3),
         job,
         replace(job, job="q"),
-        Plan(1, (Run("r", 1, 0.0, (Seat("seated", "s1", 1),)),)),
+        Plan(1, (Attempt("r", 1, 0.0, (Seat("seated", "s1", 1),)),)),
     ]
     view = PoolView()
     entries = (Entry(one.key, one.to_json(), at, at) for at, one in enumerate(records, 1))

@@ -14,11 +14,11 @@ from elastic_agent.agent.configuration.derive import resolve, resolve_daemon
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.pool.job_agent import agent_words, own_words, seat_end
 from elastic_agent.pool.member import Assignment
-from elastic_agent.pool.records import Job, PoolNode, Run, Seat, SeatOutcome
+from elastic_agent.pool.records import Attempt, Job, PoolNode, Seat, SeatOutcome
 
 JOB = Job("ab12", "train", ("--max-restarts=5",), ("-m", "train", "--lr", "0.1"), {}, "/", 2, 4, 0.0, "me")
 SEAT = Seat("a", "a-1", 7)
-DUE = Assignment(JOB, Run("ab12", 1, 0.0, (SEAT,)), SEAT)
+DUE = Assignment(JOB, Attempt("ab12", 1, 0.0, (SEAT,)), SEAT)
 STORE = {"rdzv-endpoint": "local:///x", "rdzv-id": "pool"}
 
 
@@ -63,7 +63,7 @@ def test_what_the_pool_decides_is_stronger_than_what_the_job_says() -> None:
 def test_a_start_with_no_more_nodes_than_a_world_needs_waits_for_no_others(
     seats: int, options: tuple[str, ...], last_call_s: float
 ) -> None:
-    run = Run("ab12", 1, 0.0, tuple(Seat(node, f"{node}-1", 7) for node in "abc"[:seats]))
+    run = Attempt("ab12", 1, 0.0, tuple(Seat(node, f"{node}-1", 7) for node in "abc"[:seats]))
     due = replace(DUE, run=run, job=replace(JOB, options=options))
     assert config_of(words(due)).rendezvous.last_call_s == last_call_s
 

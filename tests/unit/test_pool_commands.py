@@ -31,6 +31,7 @@ from elastic_agent.pool.records import (
     NODES_PREFIX,
     PLAN_KEY,
     SCOPES,
+    Attempt,
     Job,
     JobResult,
     Outcome,
@@ -38,7 +39,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     PoolView,
     Record,
-    Run,
     Seat,
 )
 from elastic_agent.pool.submit import submit
@@ -375,7 +375,7 @@ def test_what_ends_meanwhile_is_not_cancelled(
 def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = pool.view.nodes
     seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
-    runs = (Run("cd34", 1, 1.75e9, seats),)
+    runs = (Attempt("cd34", 1, 1.75e9, seats),)
     pool.put(JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
     assert jobs(["--json"]) == ExitCode.SUCCESS
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
@@ -562,7 +562,7 @@ def test_logs_of_a_job_that_runs_cut_no_line(
     store: PoolStore, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setattr(commands, "ask_daemon", lambda node, job, start: b"1\n2"[start:])
-    run = Run("ab12", 1, 0.0, (Seat("a", "a1", 1),))
+    run = Attempt("ab12", 1, 0.0, (Seat("a", "a1", 1),))
     store.put(PoolNode("a", "a1"), JOB, Plan(1, (run,)))
     assert logs(["ab12"]) == ExitCode.SUCCESS
     assert capfdbinary.readouterr().out == b"1\n"

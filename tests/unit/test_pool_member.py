@@ -12,13 +12,13 @@ from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
     PLAN_KEY,
+    Attempt,
     Cancel,
     Job,
     JobResult,
     Outcome,
     Plan,
     PoolNode,
-    Run,
     Seat,
     SeatEnd,
     SeatOutcome,
@@ -432,7 +432,7 @@ def test_a_seat_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.settle()
     seats = (Seat("a", "a-1", 1),)
-    bench.put(PLAN_KEY, Plan(1, (Run("gone", 1, WALL, seats),)).to_json())
+    bench.put(PLAN_KEY, Plan(1, (Attempt("gone", 1, WALL, seats),)).to_json())
     assert a.member.to_start is None
     assert bench.plan.runs == ()
 

@@ -17,6 +17,7 @@ from elastic_agent.pool.records import (
     MOST_WORDS,
     RECORDS,
     SCHEMA,
+    Attempt,
     Cancel,
     Ending,
     Job,
@@ -26,7 +27,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     Record,
     Refusal,
-    Run,
     Seat,
     SeatEnd,
     SeatOutcome,
@@ -51,9 +51,9 @@ END = SeatEnd("ab12", 3, SeatOutcome.NOT_HERE, -9, "killed")
 NODE = PoolNode("a", "a-1", 4, running=4, ended=END, leaving=True, problem="disk full")
 NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t")
 SEAT = Seat("a", "a-1", 3, leaving=True)
-RUN = Run("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
+RUN = Attempt("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
 RUN = replace(RUN, refusals={"a": Refusal("why", 1.7e9)})
-PLAN = Plan(4, (RUN, Run("cd34", 2, 1.7e9, (), None, ("a",), 1)))
+PLAN = Plan(4, (RUN, Attempt("cd34", 2, 1.7e9, (), None, ("a",), 1)))
 RESULT = JobResult("ab12", Outcome.UNABLE, "why", 0, 3, None, 1.7e9, ("a", "b"))
 CANCEL = Cancel("ab12", "me@here")
 

@@ -100,7 +100,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "Cancel": "job cancelled_by",
             "JobResult": "job outcome reason code attempts started_at ended_at nodes",
-            "Run": "job attempt started_at seats ending left in_vain refusals",
+            "Attempt": "job attempt started_at seats ending left in_vain refusals",
             "SeatEnd": "job ticket outcome code reason",
             "Outcome": "succeeded failed cancelled unable",
             "Seat": "node incarnation ticket leaving",
