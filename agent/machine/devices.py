@@ -72,12 +72,15 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedDevices:
-    """Of one worker, and what its environment needs for them; `reason` is the sentence for --check-config."""
+class Placement:
+    """Of one worker, and what its environment needs for it; `reason` is the sentence for --check-config."""
 
     reason: str
     devices: tuple[Device, ...] = ()
+    """None where it chooses for itself, or there are none."""
     variables: tuple[Variable, ...] = ()
+    cpus: tuple[int, ...] = ()
+    """None: all that the agent has."""
 
     @property
     def first(self) -> Device | None:
@@ -123,14 +126,14 @@ def resolve_workers(nproc: WorkerCount, per_worker: int, inventory: Inventory) -
 
 def pin(
     pinning: DevicePinning, local_rank: int, workers: int, per_worker: int, inventory: Inventory
-) -> PinnedDevices:
+) -> Placement:
     """The `per_worker` devices of worker `local_rank` of `workers`; ConfigError where a node has some, but too few."""
     assert 0 <= local_rank < workers, (local_rank, workers)
     available = inventory.cuda
     if pinning == "none":
-        return PinnedDevices("none: devices are left to the script, the environment is not touched")
+        return Placement("none: devices are left to the script, the environment is not touched")
     if not available:
-        return PinnedDevices(f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU")
+        return Placement(f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU")
     if workers * per_worker > len(available):
         expected = f"at most as many workers, each with {per_worker}, as there are CUDA devices: {_listed(inventory)}"
         advice = "lower it or --devices-per-worker, or let workers share devices with --devices-per-worker 0"
@@ -152,7 +155,7 @@ def pin(
     if pinning == "index":
         selected = f"LOCAL_RANK selects {_cuda(first, per_worker)}"
         reason = f"index: worker {local_rank} sees {len(available)} CUDA devices and {selected}"
-        return PinnedDevices(reason, own, (order,))
+        return Placement(reason, own, (order,))
     entries = ",".join(device.entry for device in own)
     seen = f"CUDA {_devices(entries, per_worker)}, as {_cuda(0, per_worker)}"
     reason = f"mask: worker {local_rank} sees only {seen} with LOCAL_RANK 0"
@@ -160,7 +163,7 @@ def pin(
         Variable(name, value, reason, yielding=False, by="devices")
         for name, value in ((VISIBLE, entries), ("LOCAL_RANK", "0"))
     )
-    return PinnedDevices(reason, own, (order, *masked))
+    return Placement(reason, own, (order, *masked))
 
 
 def _listed(inventory: Inventory) -> str:
@@ -280,21 +283,12 @@ class CpuLayout:
     near: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CpuShare:
-    """The CPUs of one worker, none for all that the agent has; `reason` is the sentence for --check-config."""
-
-    reason: str
-    cpus: tuple[int, ...] = ()
-    variables: tuple[Variable, ...] = ()
-
-
-def share(affinity: Affinity, devices: Sequence[Device | None], layout: CpuLayout) -> tuple[CpuShare, ...]:
-    """For each worker, by local rank; `devices` has the one that it is pinned to."""
+def share(affinity: Affinity, devices: Sequence[Device | None], layout: CpuLayout) -> tuple[Placement, ...]:
+    """On CPUs, for each worker, by local rank; `devices` has the one that it is pinned to."""
     workers, cores = len(devices), layout.cores
     if affinity == "none":
         # And torchrun's number of threads: one of our own would make results depend on a machine's cores.
-        return (CpuShare("affinity none: all CPUs, and torchrun's number of threads"),) * workers
+        return (Placement("affinity none: all CPUs, and torchrun's number of threads"),) * workers
     homes = [_near(device, layout) or cores for device in devices]
     if affinity == "numa" and not any(devices):  # neighbours in rank are neighbours there
         nodes = sorted({core.numa for core in cores})
@@ -322,15 +316,15 @@ def _part(items: Sequence[T], taker: int, takers: int) -> tuple[T, ...]:
     return tuple(items[first : max(first + 1, (taker + 1) * len(items) // takers)])
 
 
-def _share(affinity: Affinity, home: Sequence[Core], sharers: int, device: Device | None) -> CpuShare:
+def _share(affinity: Affinity, home: Sequence[Core], sharers: int, device: Device | None) -> Placement:
     cpus = tuple(sorted(cpu for core in home for cpu in core.cpus))
     shared = f", shared by {sharers} workers" if sharers > 1 else ""
     beside = f"; its device is {device.entry} ({device.address or 'at an unknown address'})" if device else ""
     why = f"{len(home)} cores{shared}"
-    return CpuShare(
+    return Placement(
         f"affinity {affinity}: CPUs {cpu_list(cpus)}{shared}{beside}",
-        cpus,
-        (Variable(THREADS, str(max(1, len(home) // sharers)), why, by="affinity"),),
+        variables=(Variable(THREADS, str(max(1, len(home) // sharers)), why, by="affinity"),),
+        cpus=cpus,
     )
 
 

@@ -16,14 +16,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TypeVar
 
 from ...health.checks.finding import NodeNeeds
 from ..checkpoints.folder import SHARED_MEMORY, describe_folder
-from ..common.variables import Variable, settle
+from ..common.variables import settle
 from ..configuration.config import Command, Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
@@ -31,10 +31,8 @@ from ..workers.processes.helper import job_python
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from .devices import (
     CURRENT,
-    CpuShare,
-    Device,
     Inventory,
-    PinnedDevices,
+    Placement,
     Software,
     find_software,
     pin,
@@ -50,39 +48,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the steps decided, and why: it does not change while the agent lives.
-
-    `pinned` and `shares` have an element for each worker, by local rank.
-    """
+    """What the steps decided, and why: it does not change while the agent lives."""
 
     inventory: Inventory
-    pinned: tuple[PinnedDevices, ...]
-    shares: tuple[CpuShare, ...]
+    placed: tuple[Placement, ...]
+    """Each worker, by local rank."""
     network: Network | NotReady
     facts: tuple[str, ...] = ()
     software: Software = CURRENT
 
     @property
     def workers(self) -> int:
-        return len(self.pinned)
+        return len(self.placed)
 
     @property
     def gpus(self) -> tuple[str, ...]:
         """Those that the workers use, all where they choose for themselves; as NVML knows them."""
-        used = [device for worker in self.pinned for device in worker.devices] or self.inventory.cuda
+        used = [device for worker in self.placed for device in worker.devices] or self.inventory.cuda
         return tuple(device.nvml_name for device in used)
 
     def gpus_of(self, local_rank: int) -> frozenset[str]:
         """Those that this worker may use, as NVML knows them."""
-        return frozenset(device.nvml_name for device in self.devices_of(local_rank))
-
-    def devices_of(self, local_rank: int) -> tuple[Device, ...]:
-        """All, where the worker chooses for itself."""
-        return self.pinned[local_rank].devices or self.inventory.cuda
-
-    def variables(self, local_rank: int) -> tuple[Variable, ...]:
-        """Variables of a worker that follow from the machine."""
-        return (*self.shares[local_rank].variables, *self.pinned[local_rank].variables)
+        used = self.placed[local_rank].devices or self.inventory.cuda
+        return frozenset(device.nvml_name for device in used)
 
 
 def prepare(
@@ -116,7 +104,11 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
         _network_fact(network),
         f"workers use {software}",
     )
-    return Machine(inventory, pinned, shares, network, facts, software)
+    placed = tuple(
+        replace(devices, variables=(*cpus.variables, *devices.variables), cpus=cpus.cpus)
+        for devices, cpus in zip(pinned, shares, strict=True)
+    )
+    return Machine(inventory, placed, network, facts, software)
 
 
 def needs_of(config: Config, machine: Machine) -> NodeNeeds:
@@ -143,7 +135,7 @@ def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevices, ...]:
+def _pinned(config: Config, inventory: Inventory) -> tuple[Placement, ...]:
     per_worker = config.devices_per_worker or 1
     workers = resolve_workers(config.nproc_per_node, per_worker, inventory)
     pinning = config.device_pinning
@@ -153,8 +145,8 @@ def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevices, ...]:
 def _device_facts(
     environ: Mapping[str, str],
     inventory: Inventory,
-    pinned: Sequence[PinnedDevices],
-    shares: Sequence[CpuShare],
+    pinned: Sequence[Placement],
+    shares: Sequence[Placement],
 ) -> Iterator[str]:
     cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
     yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"

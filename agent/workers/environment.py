@@ -105,7 +105,7 @@ def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tu
         *torch_settings(machine.software, config.timeouts, place.member.slots, place.flight_records),
         *(network_variables(machine.network) if isinstance(machine.network, Network) else ()),
         *contract(place, config.max_restarts),
-        *machine.variables(place.local_rank),
+        *machine.placed[place.local_rank].variables,
     )
 
 
@@ -264,7 +264,7 @@ def worker_spec(config: Config, node: Node, place: WorkerPlace) -> WorkerSpec:
         place.rank,
         local_rank,
         compose(node.environment, chosen),
-        node.machine.shares[local_rank].cpus,
+        node.machine.placed[local_rank].cpus,
         output_routes(config.logs, local_rank, words),
     )
 

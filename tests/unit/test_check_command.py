@@ -17,7 +17,7 @@ from elastic_agent.agent.commands.check import as_json, main, table
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.configuration.parse import NodeCounts
-from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
+from elastic_agent.agent.machine.devices import Device, Inventory, Placement
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
@@ -101,7 +101,7 @@ def test_settings_that_cannot_work(words: list[str], code: int, capsys: pytest.C
 def test_a_network_that_is_not_there_yet_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = Machine(Inventory((), 2), (), (), NotReady("route to 10.0.0.9", "add one"))
+    machine = Machine(Inventory((), 2), (), NotReady("route to 10.0.0.9", "add one"))
     monkeypatch.setattr(check, "inspect_machine", lambda *_, **__: machine)
     monkeypatch.setattr(check, "needs_of", lambda *_: NodeNeeds())
     assert main([]) == ExitCode.FAILED
@@ -110,11 +110,10 @@ def test_a_network_that_is_not_there_yet_fails(
 
 def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None:
     gpus = (Device("0", "0000:3b:00.0"), Device("1", "0000:5e:00.0"), Device("MIG-1", "0000:60:00.0"))
-    pinned = (PinnedDevices("", gpus[1:2]), PinnedDevices("", gpus[2:]))
+    placed = Placement("", gpus[1:2]), Placement("", gpus[2:])
     machine = Machine(
         Inventory(gpus, 8),
-        pinned,
-        (),
+        placed,
         Network("ib0", "10.0.0.1", "", rdma_ports=("mlx5_0:1",)),
     )
     config = Config(Command("script", "t.py"), NodeCounts(1, 4))

@@ -261,7 +261,7 @@ def test_a_node_says_what_it_is_and_answers_until_it_is_closed() -> None:
     network = Network("lo", "127.0.0.1", "")
     config = Config(Command("script", "t.py"), NodeCounts(2, 2))
     findings = [Finding("open-files", Outcome.OK, "many"), Finding("gpu-ecc", Outcome.FAIL, "3", "reset it")]
-    here = LocalNode("a", config, Machine(Inventory((), 2), (), (), network), network, findings, {})
+    here = LocalNode("a", config, Machine(Inventory((), 2), (), network), network, findings, {})
     assert here.reach([here.facts]) == NodeResults(("a",))
     assert (here.facts.findings, here.facts.interface) == (tuple(findings[1:]), "lo")
     assert here.facts.traits["address family"] == "AF_INET"

@@ -24,7 +24,7 @@ from elastic_agent.agent.main.assembly import Prepared
 from elastic_agent.cli import COMMANDS, bash_completion, help_text, main
 
 NETWORK = Network("lo", "127.0.0.1", "no other node can join")
-MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
+MACHINE = Machine(Inventory((), 2), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
 
 
 @pytest.fixture
