@@ -80,7 +80,7 @@ class KnownEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Departure:
     """What made this node leave the job, and how this agent ends then."""
 
     asked_by: str
@@ -130,7 +130,7 @@ class Loop:
         """What keeps the workers of the present world from being started here; empty where nothing does."""
         self._signalled_once = False
         """To end."""
-        self._left: Left | None = None
+        self._left: Departure | None = None
         self._ends: dict[str, KnownEnd] = {}
         """As they are known now, by who says so: `JOBS_END`, `NOTICE`."""
         if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - wall_clock()) > 0:
@@ -453,7 +453,7 @@ class Loop:
             return
         if self._agent.memory_server is not None:
             self._agent.memory_server.expect_handover()
-        self._left = Left(asked_by, code_of_leave(number, requeues=self._stop.requeues))
+        self._left = Departure(asked_by, code_of_leave(number, requeues=self._stop.requeues))
         self._divide_leave(now)
         self._agent.observer.leaving(asked_by)
         self._agent.manager.stopping(f"leaving the job, as {asked_by} asks")

@@ -51,7 +51,7 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import open_store, policy_of, program_of, store_options
-from ..rendezvous_io.worker_answers import CommitFence, LastSteps
+from ..rendezvous_io.worker_answers import WorkerAnswers
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
@@ -376,11 +376,10 @@ def _serve_workers(agent: Agent) -> Processes:
             *(agent.run_directory, node.name, agent.console, agent.log_files, lost), has_files=has_files
         )
     )
-    last_steps = LastSteps(agent.store, latest, post, clock)
+    answers = WorkerAnswers(agent.store, latest, post, clock)
     links = WorkerLinks(
         env,
-        CommitFence(agent.store, latest, clock),
-        last_steps,
+        answers,
         io,
         post,
         clock,
@@ -409,7 +408,7 @@ def _serve_workers(agent: Agent) -> Processes:
         worker_store=worker_store,
         logs=logs,
         links=links,
-        last_steps=last_steps,
+        answers=answers,
         evidence=evidence,
         activity=agent.started(ActivityReader(clock)),
         gpus=agent.gpu_health,

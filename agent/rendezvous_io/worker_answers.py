@@ -90,33 +90,9 @@ def judge_commit(
     return CommitGranted(min(left_s, LONGEST_GRANT_S))
 
 
-class CommitFence:
-    """`answer` may wait for the store."""
+class WorkerAnswers:
+    """`commit` and `step` may wait for the store."""
 
-    def __init__(self, store: Store, latest: Callable[[], NodeSnapshot], clock: Callable[[], float]) -> None:
-        self._store = store
-        self._latest = latest
-        self._clock = clock
-
-    def answer(self, question: CommitQuestion) -> CommitAnswer:
-        answer = self._answer(question)
-        if not isinstance(answer, CommitGranted):
-            word = kind_of(type(answer)).removeprefix("commit_")
-            log.warning("generation %d may not commit: %s: %s", question.generation, word, answer.reason)
-        return answer
-
-    def _answer(self, question: CommitQuestion) -> CommitAnswer:
-        # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
-        latest = self._latest()
-        try:
-            entries = self._store.read((WORLD_KEY,)).entries
-            world = next((World.from_json(entry.value) for entry in entries), None)
-        except (StoreError, RecordInvalid) as error:
-            return CommitUndecided(str(error)[:MAX_REASON_CHARS])
-        return judge_commit(question, world, latest, self._clock())
-
-
-class LastSteps:
     def __init__(
         self,
         store: Store,
@@ -129,8 +105,29 @@ class LastSteps:
         self._post = post
         self._clock = clock
         self._asking: dict[tuple[int, int], int] = {}
-        """Questions that are open, by generation and local rank."""
+        """Questions after a step that are open, by generation and local rank."""
         self._lock = threading.Lock()
+
+    # ---------------------------------------------------------------- may it commit
+
+    def commit(self, question: CommitQuestion) -> CommitAnswer:
+        answer = self._commit(question)
+        if not isinstance(answer, CommitGranted):
+            word = kind_of(type(answer)).removeprefix("commit_")
+            log.warning("generation %d may not commit: %s: %s", question.generation, word, answer.reason)
+        return answer
+
+    def _commit(self, question: CommitQuestion) -> CommitAnswer:
+        # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
+        latest = self._latest()
+        try:
+            entries = self._store.read((WORLD_KEY,)).entries
+            world = next((World.from_json(entry.value) for entry in entries), None)
+        except (StoreError, RecordInvalid) as error:
+            return CommitUndecided(str(error)[:MAX_REASON_CHARS])
+        return judge_commit(question, world, latest, self._clock())
+
+    # ---------------------------------------------------------------- was it the last step
 
     def asks(self, generation: int, local_rank: int) -> bool:
         """This worker waits for an answer now."""
@@ -152,7 +149,8 @@ class LastSteps:
                 verdict = judge(ask, latest, next(iter(self._store.read(WHAT_STANDS.scopes).entries), None))
                 if not isinstance(verdict, WriteStop):
                     return verdict
-                if self._clock() < give_up_at and self._write(verdict):
+                in_time = self._clock() < give_up_at
+                if in_time and self._store.transact(verdict.compares, verdict.writes).succeeded:
                     return written(ask, verdict)
             except (StoreError, RecordInvalid) as error:
                 log.warning(
@@ -165,10 +163,7 @@ class LastSteps:
             latest = self._latest()
         return GoOn()
 
-    def _write(self, verdict: WriteStop) -> bool:
-        return self._store.transact(verdict.compares, verdict.writes).succeeded
-
-    def answer(self, word: StepEnded, receiver: Receiver) -> StepAnswer:
+    def step(self, word: StepEnded, receiver: Receiver) -> StepAnswer:
         if word.status is StepStatus.KEPT:
             self._post(partial(receiver.worker_kept, word.generation, word.local_rank))
             return StepAnswer(Verdict.GO_ON, leaves=False)

@@ -51,7 +51,7 @@ from ...worker.wire.messages import (
     encode,
 )
 from ..common.events import Event, IoThread
-from .worker_answers import CommitFence, LastSteps, Receiver
+from .worker_answers import Receiver, WorkerAnswers
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,13 @@ class WorkerLinks:
     def __init__(
         self,
         env: WorkerEnv,
-        commits: CommitFence,
-        steps: LastSteps,
+        answers: WorkerAnswers,
         io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         count_dropped: Callable[[], None],
     ) -> None:
-        self._commits, self._steps = commits, steps
+        self._answers = answers
         self._io, self._post, self._clock = io, post, clock
         self._count_dropped = count_dropped
         self._warned = False
@@ -247,10 +246,10 @@ class WorkerLinks:
         answer: CommitAnswer | StepAnswer
         with connection:
             if isinstance(question, CommitQuestion):
-                answer = self._commits.answer(question)
+                answer = self._answers.commit(question)
             else:
                 assert self._receiver is not None, "no worker asks before `start`"
-                answer = self._steps.answer(question, self._receiver)
+                answer = self._answers.step(question, self._receiver)
             try:
                 send_answer(connection, answer, ANSWER_S)
             except OSError as error:

@@ -23,7 +23,7 @@ from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
-from ..rendezvous_io.worker_answers import LastSteps
+from ..rendezvous_io.worker_answers import WorkerAnswers
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .evidence import EvidenceKeeper, Look
@@ -54,7 +54,7 @@ class Processes:
     worker_store: WorkerStore
     logs: WorkerLogs
     links: WorkerLinks
-    last_steps: LastSteps
+    answers: WorkerAnswers
     evidence: EvidenceKeeper
     activity: ActivityReader
     gpus: GpuHealth

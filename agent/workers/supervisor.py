@@ -281,7 +281,7 @@ class Supervisor:
         elif kind is Exit.HUNG:
             self._observer.ended(local_rank, HANG, at)
         elif kind is Exit.UNDETERMINED:
-            self._processes.last_steps.read_stop(number, self.stop_read)
+            self._processes.answers.read_stop(number, self.stop_read)
         elif kind is Exit.FAILED:
             self._failures.crashed(generation, local_rank, returncode, at)
         elif kind is Exit.AS_ASKED:
@@ -387,10 +387,10 @@ class Supervisor:
 
     def _end_blocked(self, generation: Generation, now: float) -> None:
         """In a planned change: workers that wait in a step for ranks which have ended."""
-        drain, steps, running = generation.drain, self._processes.last_steps, generation.running
+        drain, answers, running = generation.drain, self._processes.answers, generation.running
         if drain.wants_look(now, running):
-            steps.read_stop(generation.number, self.stop_read)
-        asking = [rank for rank in running if steps.asks(generation.number, rank)]
+            answers.read_stop(generation.number, self.stop_read)
+        asking = [rank for rank in running if answers.asks(generation.number, rank)]
         if drain.blocked(now, running, generation.read, asking):
             drain.drained.update(running)
             reason = "the ranks that it waits for have ended after the last step"

@@ -21,7 +21,7 @@ from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
-from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
+from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
@@ -262,7 +262,7 @@ class Supervised:
                 worker_store=cast(WorkerStore, Ignored()),
                 logs=cast(WorkerLogs, self.logs),
                 links=cast(WorkerLinks, self.links),
-                last_steps=cast(LastSteps, self.last_steps),
+                answers=cast(WorkerAnswers, self.last_steps),
                 evidence=cast(EvidenceKeeper, self.evidence),
                 activity=cast(ActivityReader, Ignored()),
                 gpus=self.gpus,

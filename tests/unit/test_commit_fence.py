@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.rendezvous_io.worker_answers import LONGEST_GRANT_S, CommitFence, judge_commit
+from elastic_agent.agent.rendezvous_io.worker_answers import LONGEST_GRANT_S, WorkerAnswers, judge_commit
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -83,14 +83,14 @@ class Scene:
         self.store = store
         self.now = 100.0
         self.latest = HERE
-        self.fence = CommitFence(store, lambda: self.latest, lambda: self.now)
+        self.answers = WorkerAnswers(store, lambda: self.latest, lambda event: None, lambda: self.now)
         self.publish(WORLD)
 
     def publish(self, world: World) -> None:
         self.store.transact((), (Put(WORLD_KEY, world.to_json()),))
 
     def asks(self) -> CommitAnswer:
-        return self.fence.answer(CommitQuestion(7))
+        return self.answers.commit(CommitQuestion(7))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io import worker_answers
-from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
+from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.drain import Ask, Beyond, End, GoOn
 from elastic_agent.rendezvous.node.session import NodeSnapshot
@@ -47,7 +47,7 @@ class Scene:
         self.store = MemoryStore()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.now = 100.0
-        self.steps = LastSteps(self.store, lambda: self.latest, self.events.put, lambda: self.now)
+        self.answers = WorkerAnswers(self.store, lambda: self.latest, self.events.put, lambda: self.now)
         self.recorder = Recorder()
         self.publish(DRAINED)
 
@@ -66,7 +66,7 @@ class Scene:
         return found
 
     def report(self, status: StepStatus, rank: int, step: int) -> Verdict:
-        return self.steps.answer(StepEnded(7, rank, rank, step, status), self.recorder).verdict
+        return self.answers.step(StepEnded(7, rank, rank, step, status), self.recorder).verdict
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def scene() -> Iterator[Scene]:
 
 
 def test_all_ranks_end_after_the_step_that_rank_0_names(scene: Scene) -> None:
-    assert scene.steps.judge(ONE) == GoOn()
+    assert scene.answers.judge(ONE) == GoOn()
     assert scene.stop is None
-    assert scene.steps.judge(ZERO) == GoOn()
+    assert scene.answers.judge(ZERO) == GoOn()
     assert scene.stop == StopAt(7, 21)
-    assert scene.steps.judge(ONE) == GoOn()
+    assert scene.answers.judge(ONE) == GoOn()
     for rank in (0, 1):
-        assert scene.steps.judge(Ask(7, rank, 21)) == End(21)
-    assert scene.steps.judge(Ask(7, 1, 22)) == Beyond(21)
+        assert scene.answers.judge(Ask(7, rank, 21)) == End(21)
+    assert scene.answers.judge(Ask(7, 1, 22)) == Beyond(21)
 
 
 def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
@@ -95,7 +95,7 @@ def test_a_world_that_has_changed_meanwhile_names_no_step(scene: Scene) -> None:
     heard = scene.latest
     scene.latest = old
     answers: list[object] = []
-    thread = threading.Thread(target=lambda: answers.append(scene.steps.judge(ZERO)))
+    thread = threading.Thread(target=lambda: answers.append(scene.answers.judge(ZERO)))
     thread.start()
     scene.latest = heard
     thread.join(10)
@@ -117,7 +117,7 @@ def test_an_end_is_posted_to_the_main_loop_before_it_is_sent_to_the_worker(scene
 @pytest.mark.parametrize("leaving", [True, False])
 def test_a_worker_is_answered_whether_its_node_leaves(scene: Scene, leaving: bool) -> None:
     scene.latest = replace(scene.latest, leaving=leaving)
-    assert scene.steps.answer(StepEnded(7, 0, 0, 20, StepStatus.FINISHED), scene.recorder).leaves is leaving
+    assert scene.answers.step(StepEnded(7, 0, 0, 20, StepStatus.FINISHED), scene.recorder).leaves is leaving
 
 
 def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:
@@ -152,9 +152,9 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(
     scene: Scene, does: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_answers, "PAUSE_S", 0.001)
-    scene.store = scene.steps._store = Away(2 if not does else 1, does)
+    scene.store = scene.answers._store = Away(2 if not does else 1, does)
     scene.publish(DRAINED)
-    assert scene.steps.judge(ZERO) == GoOn()
+    assert scene.answers.judge(ZERO) == GoOn()
     assert scene.stop == StopAt(7, 21)
 
 
@@ -168,9 +168,9 @@ def test_without_the_store_the_worker_goes_on_and_nothing_is_written_later(
             scene.now += worker_answers.GIVES_UP_S
             return super().read(scopes, oldest_under)
 
-    scene.store = scene.steps._store = Late()
+    scene.store = scene.answers._store = Late()
     scene.publish(DRAINED)
-    assert scene.steps.judge(ZERO) == GoOn()
+    assert scene.answers.judge(ZERO) == GoOn()
     assert scene.stop is None
 
 
@@ -179,22 +179,22 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
 
     class Watched(MemoryStore):
         def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-            asked.append(scene.steps.asks(7, 1))
+            asked.append(scene.answers.asks(7, 1))
             return super().read(scopes, oldest_under)
 
-    scene.store = scene.steps._store = Watched()
-    assert not scene.steps.asks(7, 1)
+    scene.store = scene.answers._store = Watched()
+    assert not scene.answers.asks(7, 1)
     scene.report(StepStatus.FINISHED, 1, 20)
     assert asked == [True]
-    assert not scene.steps.asks(7, 1)
+    assert not scene.answers.asks(7, 1)
 
 
 def test_the_stop_is_read_as_the_store_has_it_or_as_unknown(scene: Scene) -> None:
-    scene.steps.read_stop(7, scene.recorder.stop_read)
+    scene.answers.read_stop(7, scene.recorder.stop_read)
     assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, None)
-    scene.steps.judge(ZERO)
-    scene.steps.read_stop(7, scene.recorder.stop_read)
+    scene.answers.judge(ZERO)
+    scene.answers.read_stop(7, scene.recorder.stop_read)
     assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, StopAt(7, 21))
-    scene.steps._store = Away(9, does=False)
-    scene.steps.read_stop(7, scene.recorder.stop_read)
+    scene.answers._store = Away(9, does=False)
+    scene.answers.read_stop(7, scene.recorder.stop_read)
     assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, None)

@@ -17,7 +17,7 @@ from elastic_agent.agent.common.events import Event, ThreadFailed, unless_stoppe
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.main.process import thread_failed
 from elastic_agent.agent.rendezvous_io.store_link import PeerLink, StoreLink
-from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
+from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks, _LentLocks
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
@@ -166,8 +166,8 @@ def _peer(post: Callable[[Event], None], told: Recorder) -> None:
 
 
 def _drain_look(post: Callable[[Event], None], told: Recorder) -> None:
-    steps = LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic)
-    steps.read_stop(3, told.stop_read)
+    answers = WorkerAnswers(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic)
+    answers.read_stop(3, told.stop_read)
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -195,10 +195,9 @@ def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next
     env, store = WorkerEnv(socket=str(tmp_path / "socket"), reports=str(tmp_path / "reports")), MemoryStore()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     latest = NodeSnapshot("a", "a-1")
-    fence = CommitFence(store, lambda: latest, time.monotonic)
-    steps = LastSteps(store, lambda: latest, events.put, time.monotonic)
+    answers = WorkerAnswers(store, lambda: latest, events.put, time.monotonic)
     io, room = started_io(), lambda: True
-    links = WorkerLinks(env, fence, steps, io, events.put, room, time.monotonic, lambda: None)
+    links = WorkerLinks(env, answers, io, events.put, room, time.monotonic, lambda: None)
     links.start(Recorder())
 
     def asked() -> CommitAnswer:

@@ -19,7 +19,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.rendezvous_io import worker_links as server
-from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
+from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
@@ -87,12 +87,9 @@ class Scene:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.dropped = threading.Semaphore(0)
         latest = NodeSnapshot("a", "life-a", proven_until=103.0)
-        fence = CommitFence(self.store, lambda: latest, lambda: 100.0)
-        steps = LastSteps(self.store, lambda: latest, self.events.put, lambda: 100.0)
-        io = started_io()
-        self.links = WorkerLinks(
-            self.env, fence, steps, io, self.events.put, lambda: 12.5, self.dropped.release
-        )
+        answers = WorkerAnswers(self.store, lambda: latest, self.events.put, lambda: 100.0)
+        io, dropped = started_io(), self.dropped.release
+        self.links = WorkerLinks(self.env, answers, io, self.events.put, lambda: 12.5, dropped)
         self.reporter = Reporter(self.env.variables())
         self.recorder = Recorder()
         self.links.start(self.recorder)
