@@ -73,8 +73,11 @@ def etcd(net: Network) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-def test_a_filter_that_drops_is_named_with_node_and_port(job: Job, net: Network, etcd: EtcdCluster) -> None:
-    net["a"].disturb(f"tcp dport {MASTER_PORT} counter drop", sent=False)
+@pytest.mark.parametrize(("verdict", "found"), [("drop", "no answer"), ("reject", "connection refused")])
+def test_a_filter_is_named_with_node_and_port(
+    job: Job, net: Network, etcd: EtcdCluster, verdict: str, found: str
+) -> None:
+    net["a"].disturb(f"tcp dport {MASTER_PORT} counter {verdict}", sent=False)
     host, port = etcd.endpoints[0]
     store = (f"--rdzv-endpoint=etcd://{host}:{port}", f"--rdzv-id={job.id}", "--etcd-insecure", "--nnodes=2")
     a, b = (
@@ -88,7 +91,7 @@ def test_a_filter_that_drops_is_named_with_node_and_port(job: Job, net: Network,
         )
         for rank, name in enumerate("ab")
     )
-    there = rf"node b does not reach {net['a'].address}:{MASTER_PORT} of node a, where the workers meet: no answer"
-    job.wait_for_text(b, there)
+    there = rf"node b does not reach {net['a'].address}:{MASTER_PORT} of node a, where the workers meet"
+    job.wait_for_text(b, f"{there}: {found}")
     assert net["a"].disturbed
     assert not a.says("does not reach")
