@@ -50,9 +50,6 @@ LOOK_AGAIN_S = 0.1
 FIRST_S = 5.0
 """For how long the first workers wait for the first reading. One that comes later is still the baseline."""
 
-LONGEST_ANSWER = 1 << 18
-"""Bytes. A process that says more without the end of a line counts as ended."""
-
 _CHUNK = 4096
 
 
@@ -116,7 +113,7 @@ class NvmlReader:
         *answers, self._begun = (self._begun + data).split(b"\n")
         for answer in answers:
             self._post(partial(self._answered, answer))
-        if not data or len(self._begun) > LONGEST_ANSWER:
+        if not data:
             self._io.forget(self._descriptor)
             self._post(partial(self._answered, b""))
 
@@ -238,7 +235,7 @@ class GpuHealth:
         self._late = False
         """It has not come in time."""
         self._next_baseline: NvmlFacts | None = None
-        self._said = False
+        self._warned = False
 
     def start(self) -> None:
         """Ask for the baseline, without waiting for it."""
@@ -258,7 +255,7 @@ class GpuHealth:
         """Ask what NVML says now."""
         self._ask()
         if self._asked and self._baseline is None:
-            self._say("NVML has not answered since this agent started")
+            self._warn("NVML has not answered since this agent started")
 
     @property
     def waiting(self) -> bool:
@@ -269,7 +266,7 @@ class GpuHealth:
         """The failure is reported without the answer."""
         if self.waiting:
             self._late = True
-            self._say("NVML does not answer in time")
+            self._warn("NVML does not answer in time")
 
     def handle(self, reading: NvmlFacts) -> None:
         """An answer of the reader. Without the driver's library there is no problem to speak of: the check
@@ -278,7 +275,7 @@ class GpuHealth:
             return
         if reading.absent or reading.problem:
             if reading.problem:
-                self._say(reading.problem)
+                self._warn(reading.problem)
             self._asks = self._asked = False
             return
         if self._baseline is None:
@@ -286,7 +283,7 @@ class GpuHealth:
         self._asked = self._late = False
         self._reading = reading
 
-    def told(self, gpus: Collection[str]) -> None:
+    def reported(self, gpus: Collection[str]) -> None:
         """The failure of a worker of these GPUs tells of their faults: these are none in later generations."""
         if self._next_baseline is not None and self._reading is not None:
             self._next_baseline = moved_on(self._next_baseline, self._reading, gpus)
@@ -302,9 +299,9 @@ class GpuHealth:
         if self._asks and not self._asked:
             self._asked = self._reader.ask(HEALTH)
 
-    def _say(self, problem: str) -> None:
-        if not self._said:
-            self._said = True
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "%s: a restart does not wait for it, and the cause of a failure is found without it (said once)",
                 problem,

@@ -152,7 +152,7 @@ class Loop:
                 return self._ending
             now = self._clock()
             timeout_s = HEARTBEAT_S if wake_at is None else min(HEARTBEAT_S, max(0.0, wake_at - now))
-            run_next(self._events, timeout_s, self._told)
+            run_next(self._events, timeout_s, self._handle)
 
     # ---------------------------------------------------------------- one turn
 
@@ -369,7 +369,7 @@ class Loop:
 
     # ---------------------------------------------------------------- events
 
-    def _told(self, event: Signalled | ThreadFailed) -> None:
+    def _handle(self, event: Signalled | ThreadFailed) -> None:
         if isinstance(event, Signalled):
             self._signalled(event.number, self._clock())
         else:

@@ -26,7 +26,7 @@ from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.messages import Program
-from ...rendezvous.records import WORLD_KEY, Endpoint, Phase, World
+from ...rendezvous.records import Endpoint, Phase, World
 from ...rendezvous.store.interface import ScopedStore, Store, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event, unless_stopped
@@ -299,7 +299,6 @@ class StoreMemory:
     def __init__(self, job: str, endpoint: str, place: Path = SHARED_MEMORY) -> None:
         """`place` is for tests."""
         name = hashlib.sha256(f"{endpoint} {job}".encode()).hexdigest()[:16]
-        self._job = job
         self.file = place / own_name("elastic_agent_store_") / f"{name}.json"
         self._failed = False
 
@@ -308,8 +307,6 @@ class StoreMemory:
         try:
             make_own(self.file.parent)
             world = World.from_json(self.file.read_text())
-            if world.job != self._job:
-                raise RecordInvalid(WORLD_KEY, f"it is that of job {world.job!r}")
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError, RecordInvalid) as error:

@@ -136,7 +136,7 @@ class FailureHandler:
         number, local_rank = generation.number, crash.local_rank
         rank = generation.group.ranks[local_rank]
         gpus, own_gpus = self._processes.gpus, self._node.machine.gpus_of(local_rank)
-        gpus.told(own_gpus)
+        gpus.reported(own_gpus)
         return PostMortem(
             *(self._node.name, number, rank, local_rank, crash.returncode),
             report=read_error_file(error_file(self._node, number, local_rank)) or ErrorReport(),
