@@ -63,9 +63,6 @@ ANSWER_S = 2.0
 
 BACKLOG = 512
 
-MAX_AT_ONCE = 64
-"""Datagrams that are read before other sockets have their turn."""
-
 MAX_WAITING_REPORTS = 10_000
 """While the main loop has too much to do."""
 
@@ -110,7 +107,7 @@ class WorkerLinks:
     def start(self, receiver: Receiver) -> None:
         """`receiver` is told what workers send, in the main loop."""
         self._receiver = receiver
-        self._io.watch(self._reports.fileno(), self._read_reports)
+        self._io.watch(self._reports.fileno(), self._read_report)
         self._listen()
 
     def close(self) -> None:
@@ -205,18 +202,14 @@ class WorkerLinks:
         self._forget(client)
         client.connection.close()
 
-    def _read_reports(self) -> None:
-        """Raises OSError."""
-        for _ in range(MAX_AT_ONCE):
-            try:
-                datagram, lent, flags, _ = self._reports.recvmsg(
-                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-                )
-            except BlockingIOError:
-                return
-            self._take_report(datagram, lent, flags)
-
-    def _take_report(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
+    def _read_report(self) -> None:
+        """One, as other sockets have their turn, too. Raises OSError."""
+        try:
+            datagram, lent, flags, _ = self._reports.recvmsg(
+                MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return
         descriptors = [number for _, _, raw in lent for number in array("i", raw)]
         if flags & socket.MSG_CTRUNC:
             self._drop_report("the lock of a checkpoint directory: this agent has no descriptors left")

@@ -342,22 +342,6 @@ def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene, monkeypatch
     assert scene.events.empty()
 
 
-def test_reports_are_read_together_and_not_without_end(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "MAX_AT_ONCE", 2)
-    links = links_at(scene, tmp_path / "alone", scene.links._io)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
-        for _ in range(3):
-            worker.sendto(encode(LOADED), str(tmp_path / "alone.reports"))
-    counts = []
-    for _ in range(3):
-        links._read_reports()
-        counts.append(len(links._waiting))
-    links.close()
-    assert counts == [2, 3, 3]
-
-
 def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:
     path = tmp_path / "owner.lock"
 
