@@ -21,11 +21,10 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP answer. Names of headers are in lower case."""
+    """An HTTP answer."""
 
     status: int
     body: bytes = b""
-    headers: Mapping[str, str] | None = None
 
 
 class _Bounded(socket.socket):
@@ -76,7 +75,7 @@ def request(
         connection.close()
     if len(body) > max_bytes:
         raise NoAnswer(f"more than {max_bytes} bytes")
-    return Reply(response.status, body, {name.lower(): value for name, value in response.getheaders()})
+    return Reply(response.status, body)
 
 
 def get(server: Endpoint, path: str, clock: Callable[[], float], timeout_s: float, max_bytes: int) -> str:

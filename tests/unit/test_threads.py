@@ -196,8 +196,7 @@ def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     latest = NodeSnapshot("a", "a-1")
     answers = WorkerAnswers(store, lambda: latest, events.put, time.monotonic)
-    io, room = started_io(), lambda: True
-    links = WorkerLinks(env, answers, io, events.put, room, time.monotonic, lambda: None)
+    links = WorkerLinks(env, answers, started_io(), events.put, time.monotonic, lambda: None)
     links.start(Recorder())
 
     def asked() -> CommitAnswer:

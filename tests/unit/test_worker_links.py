@@ -271,16 +271,11 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
         scene.may_commit()
 
 
-def links_at(scene: Scene, path: Path, io: IoThread) -> WorkerLinks:
-    env = replace(scene.env, socket=str(path), reports=f"{path}.reports")
-    commits, steps = scene.links._commits, scene.links._steps
-    return WorkerLinks(env, commits, steps, io, scene.events.put, lambda: 1.0, lambda: None)
-
-
 def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_path: Path) -> None:
     io = IoThread()
     io.start()
-    links = links_at(scene, tmp_path / "other", io)
+    env = replace(scene.env, socket=str(tmp_path / "other"), reports=str(tmp_path / "other.reports"))
+    links = WorkerLinks(env, scene.links._answers, io, scene.events.put, lambda: 1.0, lambda: None)
     links.start(Recorder())
     io.close()
     links.close()
