@@ -675,7 +675,7 @@ def test_when_more_changed_at_once_than_is_remembered_every_watch_is_told_to_rea
     watch = store.watch(("mine",), 0)
     assert watch.next(0.1) == ()
     eventually(lambda: bool(host._pending), "the watch waits")
-    with host._parking:  # holds up the thread that tells of changes
+    with host._watching:  # holds up the thread that tells of changes
         for _ in range(0, 2 * HISTORY, MOST_OPERATIONS):
             host.transact((), tuple(Put(f"k{n}", "") for n in range(MOST_OPERATIONS)))
     with pytest.raises(Compacted):
