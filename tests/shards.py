@@ -9,11 +9,12 @@ from typing import BinaryIO
 from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.disk.sharded.commit import Commit, commit, new_attempt
+from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
 from elastic_agent.worker.storage.disk.sharded.parts import Part, write_part
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.wire.messages import CommitOrder
 from elastic_agent.worker.wire.run import Run
 
 RUN = Run("run-a")
@@ -89,8 +90,9 @@ def save_part(
 
 def commit_of(
     attempt: str, step: int, world_size: int, *, generation: int = 1, within_s: float = 0.0
-) -> Commit:
-    return Commit(attempt, step, generation, world_size, METADATA, within_s)
+) -> tuple[CommitOrder, bytes]:
+    order = CommitOrder("", step, generation, RUN.id, attempt, world_size, 1, (), within_s)
+    return order, METADATA
 
 
 def save_all(nodes: list[CheckpointFiles], step: int, *, generation: int = 1, length: int = 400) -> Manifest:
@@ -98,7 +100,7 @@ def save_all(nodes: list[CheckpointFiles], step: int, *, generation: int = 1, le
     attempt = new_attempt(nodes[0], step, generation)
     for rank, files in enumerate(nodes):
         save_part(files, attempt, rank, step, len(nodes), generation=generation, length=length)
-    return commit(nodes[0], commit_of(attempt, step, len(nodes), generation=generation), permitted)
+    return commit(nodes[0], *commit_of(attempt, step, len(nodes), generation=generation), permitted)
 
 
 def nodes(directory: Path, count: int = 3, *, keep: int = 2, run: Run = RUN) -> list[CheckpointFiles]:

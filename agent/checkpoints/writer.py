@@ -35,7 +35,7 @@ from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.storage.disk.background_write import outcome_of, write_copy
 from ...worker.storage.disk.checkpoint_files import CheckpointFiles
 from ...worker.storage.disk.commit_permission import CommitPermission
-from ...worker.storage.disk.sharded.commit import Commit, commit
+from ...worker.storage.disk.sharded.commit import commit
 from ...worker.storage.disk.sharded.parts import Part, refuse_part, write_held
 from ...worker.storage.memory.slot_folders import SlotFolder
 from ...worker.storage.memory.slots import HeldSlot, Slots
@@ -215,7 +215,7 @@ class _Writer:
 
         files = self._files_of(order)
         if isinstance(order, CommitOrder):
-            return commit(files, _commit_of(order, task.metadata), may_change).size
+            return commit(files, order, task.metadata, may_change).size
         assert copy is not None
         if isinstance(copy, Exception):
             raise copy
@@ -314,10 +314,6 @@ def _key(order: Order) -> tuple[str, int | None]:
 def _local_rank(order: Order) -> int:
     folder = SlotFolder.parse(order.folder) if isinstance(order, ShardOrder) else None
     return folder.local_rank or 0 if folder is not None else 0
-
-
-def _commit_of(order: CommitOrder, metadata: bytes) -> Commit:
-    return Commit(order.attempt, order.step, order.generation, order.world_size, metadata, order.within_s)
 
 
 def _content(files: list[int]) -> bytes:

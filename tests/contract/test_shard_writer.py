@@ -19,7 +19,7 @@ from elastic_agent.worker.storage.disk import async_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.sharded import shard_saver
 from elastic_agent.worker.storage.disk.sharded.commit import new_attempt
-from elastic_agent.worker.storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
+from elastic_agent.worker.storage.disk.sharded.shard_saver import ShardedSave
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES, WorkerEnv
 from elastic_agent.worker.wire.messages import (
     MAX_BYTES,
@@ -53,7 +53,7 @@ class Node:
         self.ranks = range(first_rank, first_rank + RANKS_PER_NODE)
         self.savers = [self._saver(local_rank) for local_rank in range(RANKS_PER_NODE)]
 
-    def _saver(self, local_rank: int) -> ShardSaver:
+    def _saver(self, local_rank: int) -> async_save.DiskSaver:
         env = WorkerEnv(
             generation=GENERATION,
             run=RUN.id,
@@ -63,7 +63,7 @@ class Node:
             reports=str(self.folder / "reports"),
             writes=str(self.folder / "writes"),
         )
-        return ShardSaver(CheckpointFiles(self.directory, keep=2, run=RUN), env)
+        return async_save.DiskSaver(CheckpointFiles(self.directory, keep=2, run=RUN), env)
 
     def begin(self, attempt: str, step: int, *, leave_to_writer: bool = False) -> None:
         for local_rank, rank in enumerate(self.ranks):
@@ -71,13 +71,11 @@ class Node:
             slots = in_slot(self.folder / "memory", str(self.directory), local_rank, raw, header)
             held = slots.hold(slots.newest_first()[0])
             saver = self.savers[local_rank]
-            saver.expect(
-                ShardedSave(step, attempt, rank, WORLD_SIZE, 1000, None, METADATA if rank == 0 else b"")
-            )
+            save = ShardedSave(step, attempt, rank, WORLD_SIZE, 1000, None, METADATA if rank == 0 else b"")
             if leave_to_writer:
-                saver.leave_to_writer(slots, held)
+                saver.leave_to_writer(save, slots, held)
             else:
-                saver.promise(step)
+                saver.promise(save)
                 saver.begin(slots, held)
 
     def finish(self) -> list[WriteOutcome | None]:
@@ -342,8 +340,7 @@ def test_a_copy_that_was_lost_is_waited_for_by_no_one(nodes: list[Node], directo
     nodes[0].begin(attempt, 10)
     nodes[0].agent.turn()
     for saver, rank in zip(nodes[1].savers, nodes[1].ranks, strict=True):
-        saver.expect(ShardedSave(10, attempt, rank, WORLD_SIZE, 1000))
-        saver.promise(10)
+        saver.promise(ShardedSave(10, attempt, rank, WORLD_SIZE, 1000))
         outcome = saver.finish("the GPU has fallen off the bus")
         assert outcome is not None
         assert outcome.error == "SaveFailed"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.storage.disk.async_save import AsyncSaver
+from elastic_agent.worker.storage.disk import async_save
+from elastic_agent.worker.storage.disk.async_save import DiskSaver, WholeSave
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory.copy_header import Header
 from elastic_agent.worker.storage.memory.slots import Slots
@@ -30,7 +31,7 @@ class Case:
         os.pwrite(opened.fd, b"state", 0)
         self.slots.seal(opened, Header(1, 1, 0, 1, 5))
         self.held = self.slots.hold(opened.name)
-        self.disk = AsyncSaver(
+        self.disk = DiskSaver(
             CheckpointFiles(folder / "disk", keep=1, run=Run("a")), WorkerEnv(generation=1, writes="writer")
         )
         self.asked = 0
@@ -46,9 +47,13 @@ class Case:
 
         monkeypatch.setattr(self.disk, "_ask", ask)
         monkeypatch.setattr(
-            self.disk, "_receive", lambda write: outcome if write.connection is not None else None
+            self.disk, "_answer", lambda asked: outcome if asked.connection is not None else None
         )
-        monkeypatch.setattr(self.disk, "_write_here", write_here)
+        monkeypatch.setattr(self.disk, "_do_here", write_here)
+
+    def begin(self) -> None:
+        self.disk.promise(WholeSave(1))
+        self.disk.begin(self.slots, self.held)
 
     def lose(self) -> None:
         self.slots.drop(lambda _: True)
@@ -61,7 +66,7 @@ def test_a_copy_that_the_writer_finds_is_written_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(tmp_path, monkeypatch, REFUSED)
-    case.disk.begin(case.slots, case.held)
+    case.begin()
     assert case.disk.finish() == REFUSED
     assert (case.asked, case.wrote_here) == (1, 0)
 
@@ -73,8 +78,10 @@ def test_a_copy_that_the_writer_does_not_find_is_written_here(
     case = Case(tmp_path, monkeypatch, REFUSED)
     if lost == "before":
         case.lose()
-    case.disk.begin(case.slots, case.held)
-    case.lose()
+    else:
+        answer = case.disk._answer
+        monkeypatch.setattr(case.disk, "_answer", lambda asked: case.lose() or answer(asked))
+    case.begin()
     assert case.disk.finish() == WriteOutcome(1, 5)
     assert (case.asked, case.wrote_here) == (lost == "meanwhile", 1)
 
@@ -86,7 +93,7 @@ def test_a_writer_is_left_only_what_it_finds(
     case = Case(tmp_path, monkeypatch, REFUSED)
     if lost:
         case.lose()
-    case.disk.leave_to_writer(case.slots, case.held)
+    case.disk.leave_to_writer(WholeSave(1), case.slots, case.held)
     assert case.asked == (not lost)
 
 
@@ -98,10 +105,48 @@ def test_a_training_process_may_have_more_than_a_thousand_files_open(
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        case.disk.begin(case.slots, case.held)
-        case.disk.take_note()
+        case.begin()
+        assert case.disk.finish() == REFUSED
     finally:
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert case.asked == 1
+
+
+def test_a_save_that_was_promised_and_never_began_is_an_error_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    case.disk.promise(WholeSave(1))
+    outcome = case.disk.finish("the GPU is gone")
+    assert outcome == WriteOutcome(1, error="SaveFailed", reason="the GPU is gone")
+    assert case.disk.finish() is None
+    assert not case.disk.is_durable
+
+
+def test_an_order_that_cannot_be_made_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    case.disk.files.good = {"no": "step"}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="good"):
+        case.begin()
+    outcome = case.disk.finish()
+    assert outcome is not None
+    assert outcome.error == "SaveFailed"
+
+
+def test_where_no_thread_can_be_started_the_save_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, monkeypatch, WriteOutcome(1, 5))
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(async_save.threading.Thread, "start", start)
+    case.begin()
+    assert case.held.stream.closed
+    assert case.disk.finish() == WriteOutcome(1, 5)
+    assert case.disk.is_durable

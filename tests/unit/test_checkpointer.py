@@ -326,7 +326,7 @@ class Gate:
         monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
         monkeypatch.setattr(commit_permission, "ask", lambda _address, question, *_: self._answer(question))
         monkeypatch.setattr(
-            async_save.AsyncSaver,
+            async_save.DiskSaver,
             "permission",
             lambda disk: commit_permission.CommitPermission("a socket", 7, clock=lambda: self.now).check,
         )

@@ -15,11 +15,12 @@ from elastic_agent.worker.state.sharding.leaves import Archives, key_of
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.shard_files import data_name
-from elastic_agent.worker.storage.disk.sharded.commit import Commit, commit, new_attempt
+from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
 from elastic_agent.worker.storage.disk.sharded.dcp_index import metadata_of
 from elastic_agent.worker.storage.disk.sharded.own_rows import own_rows
 from elastic_agent.worker.storage.disk.sharded.parts import Part, write_held
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.wire.messages import CommitOrder
 from tests.shards import RUN, in_slot, permitted
 
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
@@ -65,7 +66,9 @@ def test_dcp_reads_a_checkpoint_of_ours(tmp_path: Path) -> None:
             write_held(files, Part(attempt, 1, twin_of), slots, held, permitted)
         tables[rank] = layout.table if twin_of is None else own_rows(layout.table, rank).table
     index = metadata_of(tables)
-    manifest = commit(files, Commit(attempt, 10, 1, WORLD_SIZE, index, 0.0), permitted)
+    manifest = commit(
+        files, CommitOrder("", 10, 1, RUN.id, attempt, WORLD_SIZE, 1, (), 0.0), index, permitted
+    )
 
     state: dict[str, Any] = {
         "model": {"weight": torch.zeros(8, 6), "bias": torch.zeros(3, dtype=torch.bfloat16)},

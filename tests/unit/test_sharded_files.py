@@ -101,10 +101,10 @@ def test_a_commit_without_all_parts_names_who_is_missing(tmp_path: Path) -> None
     save_part(all_nodes[0], attempt, 0, 10, 3)
     save_part(all_nodes[2], attempt, 2, 10, 3)
     with pytest.raises(SaveFailed, match=r"step 10: no part has come of rank 1 within 0 s"):
-        commit(all_nodes[0], commit_of(attempt, 10, 3), permitted)
+        commit(all_nodes[0], *commit_of(attempt, 10, 3), permitted)
     assert found(all_nodes[1]) == (None, [])
     save_part(all_nodes[1], attempt, 1, 10, 3)
-    commit(all_nodes[0], commit_of(attempt, 10, 3), permitted)
+    commit(all_nodes[0], *commit_of(attempt, 10, 3), permitted)
     assert found(all_nodes[1]) == (10, [])
 
 
@@ -203,7 +203,7 @@ def test_a_twin_writes_only_what_it_has_for_itself(tmp_path: Path) -> None:
         slots = in_slot(tmp_path, str(tmp_path / "disk"), rank, raw, header)
         with slots.hold("a") as held:
             write_held(node, Part(attempt, 1, 0 if rank else None), slots, held, permitted)
-    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
     with all_nodes[0].open_rank(manifest, 1) as copy, all_nodes[0].open_rank(manifest, 0) as first:
         assert (copy.twin_of, first.twin_of) == (0, None)
         assert copy.header.shards is not None
@@ -230,7 +230,7 @@ def test_a_rank_that_is_no_twin_is_not_taken_for_one(tmp_path: Path) -> None:
     with slots.hold("a") as held:
         write_held(all_nodes[1], Part(attempt, 1, 0), slots, held, permitted)
     with pytest.raises(SaveFailed, match="rank 1 does not have the shards of rank 0"):
-        commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+        commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
 
 
 @pytest.mark.parametrize("change", ["step", "world size", "version", "writer"])
@@ -247,7 +247,7 @@ def test_parts_that_are_not_of_one_state_are_no_checkpoint(tmp_path: Path, chang
     part = Part(attempt, 1 if change == "writer" else 2)
     write_part(all_nodes[1], part, header, lambda sink: sink.write(raw), permitted)
     with pytest.raises(SaveFailed, match="step 10: the part"):
-        commit(all_nodes[0], commit_of(attempt, 10, 2, generation=2), permitted)
+        commit(all_nodes[0], *commit_of(attempt, 10, 2, generation=2), permitted)
     assert found(all_nodes[0]) == (None, [])
 
 
@@ -268,9 +268,9 @@ def test_a_rank_that_cannot_write_says_why_and_may_try_again(tmp_path: Path) -> 
     refuse_part(all_nodes[1], attempt, 1, OSError("No space left on device"))
     refused = pytest.raises(SaveFailed, match="rank 1 cannot write its part: No space left on device")
     with refused:
-        commit(all_nodes[0], commit_of(attempt, 10, 2, within_s=60.0), permitted)
+        commit(all_nodes[0], *commit_of(attempt, 10, 2, within_s=60.0), permitted)
     save_part(all_nodes[1], attempt, 1, 10, 2)
-    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
     assert not list((tmp_path / manifest.file).glob("*refused*"))
 
 
@@ -297,9 +297,9 @@ def test_a_disk_without_room_for_a_reason_spares_the_wait_too(
     monkeypatch.setattr(parts, "replace_file", is_full)
     refuse_part(all_nodes[1], attempt, 1, error)
     with pytest.raises(SaveFailed, match=f"rank 1 cannot write its part: {reason}"):
-        commit(all_nodes[0], commit_of(attempt, 10, 2, within_s=60.0), permitted, sleep=pytest.fail)
+        commit(all_nodes[0], *commit_of(attempt, 10, 2, within_s=60.0), permitted, sleep=pytest.fail)
     save_part(all_nodes[1], attempt, 1, 10, 2)
-    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
     assert not list((tmp_path / manifest.file).glob("*refused*"))
 
 
@@ -318,7 +318,7 @@ def test_a_wait_grows_and_ends_with_the_generation(tmp_path: Path) -> None:
 
     attempt = new_attempt(files, 10, 1)
     with pytest.raises(Fenced):
-        commit(files, commit_of(attempt, 10, 2, within_s=600.0), fenced, lambda: now, sleep)
+        commit(files, *commit_of(attempt, 10, 2, within_s=600.0), fenced, lambda: now, sleep)
     assert looks == sorted(looks)
     assert looks[-1] == 1.0
     assert len(looks) < 40
@@ -345,7 +345,7 @@ def test_a_commit_that_is_refused_leaves_nothing(tmp_path: Path, monkeypatch: py
         CheckpointFiles, "publish", lambda *args: (answers.append(Fenced("it is over")), publish(*args))
     )
     with pytest.raises(Fenced):
-        commit(all_nodes[0], commit_of(attempt, 20, 3), until_the_last)
+        commit(all_nodes[0], *commit_of(attempt, 20, 3), until_the_last)
     assert names(tmp_path) == before
     assert found(all_nodes[1]) == (10, [])
 
@@ -364,9 +364,9 @@ def test_a_commit_that_is_not_confirmed_may_be_tried_again(tmp_path: Path) -> No
             raise Unconfirmed("the store is away")
 
     with pytest.raises(Unconfirmed):
-        commit(all_nodes[0], commit_of(attempt, 20, 3), away)
+        commit(all_nodes[0], *commit_of(attempt, 20, 3), away)
     assert found(all_nodes[0]) == (None, [])
-    commit(all_nodes[0], commit_of(attempt, 20, 3), permitted)
+    commit(all_nodes[0], *commit_of(attempt, 20, 3), permitted)
     assert found(all_nodes[0]) == (20, [])
 
 
@@ -492,7 +492,7 @@ def test_a_run_that_was_replaced_writes_no_part_and_commits_nothing(tmp_path: Pa
     first[0].claim._lock.forget()
     second = take(Run("run-b"), tmp_path)
     with pytest.raises(OtherRun, match="taken over by run run-b"):
-        commit(first[0], commit_of(attempt, 20, 2), permitted)
+        commit(first[0], *commit_of(attempt, 20, 2), permitted)
     save_all(second, 11)
     assert found(second[0]) == (11, [])
 

@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import tarfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -204,3 +205,17 @@ def test_who_only_reads_changes_nothing_and_waits_for_nobody(
     started.append(reader := Run("reader", tmp_path, read_only=True))
     assert reader.does("load") == 10
     assert everything(tmp_path) == before
+
+
+def test_a_directory_of_the_version_before_is_gone_on_from_and_taken_over(
+    tmp_path: Path, started: list[Run]
+) -> None:
+    """Written by the tree at 55e3c86c, whose `owner.json` has another schema."""
+    with tarfile.open(Path(__file__).with_name("checkpoint_of_55e3c86c.tar.xz")) as old:
+        old.extractall(tmp_path, filter="data")
+    assert on_disk(tmp_path) == ["20-run-of-55e3c86c"]
+    started.append(run := Run("now", tmp_path))
+    assert run.does("load") == 20
+    for step in (30, 40):
+        assert run.does("save", step) is True
+    assert on_disk(tmp_path) == ["30-now", "40-now"]

@@ -167,9 +167,9 @@ class Checkpointer:
 
         Where this node has room in memory, the agent's disk writer makes the state durable while training goes on. Then
         save waits for the other ranks, for the save before this one to be on disk, and for the copy; True says that
-        the state is in memory. `wait`, or the next save, says what became of it. Elsewhere (no agent, no room, no disk
-        writer that answers) rank 0, or each rank its shards, writes while all wait, and True says that the state is
-        durable.
+        the state is in memory. `wait`, or the next save, says what became of it. Where the disk
+        writer does not answer, a thread of this process writes instead. Elsewhere (no agent, no room) rank 0, or each
+        rank its shards, writes while all wait, and True says that the state is durable.
 
         False means that the disk refused this save or the one before, that the store could not confirm this generation,
         or, where nothing was loaded, that the directory has a step as new; a warning says so, and training may go on

@@ -27,11 +27,12 @@ from ..errors import BadCheckpoint, StepNotGrowing
 from ..state.sharding.items import Form, Items
 from ..state.sharding.layout import ShardLayout, ShardLayouts
 from ..steps import progress
+from ..storage.disk.async_save import DiskSaver
 from ..storage.disk.background_write import refusal_of
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..storage.disk.manifests import Manifest, manifest_of, manifest_steps
 from ..storage.disk.sharded.commit import make_attempt, new_attempt
-from ..storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
+from ..storage.disk.sharded.shard_saver import ShardedSave
 from ..storage.disk.sharded.shared_directory import not_shared, sees_mark
 from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
 from ..storage.memory.slot_memory import CopyUnderWay
@@ -78,7 +79,7 @@ class RankStorage:
         self._memory = shard_memory_of(os.environ, path)
         self._replicas = ShardReplicas(path, env, self._memory) if self._memory is not None else None
         self._copies = SlotCopies(self._memory)
-        self._saver = ShardSaver(self.files, env)
+        self._saver = DiskSaver(self.files, env)
         self._clock = clock
         self._lock = threading.RLock()
         self._resumed_from = 0
@@ -226,7 +227,7 @@ class RankStorage:
                 self._replicas.settled(decision.drop_older_than)
             held_copy = self._copy(save, decision, layout) if decision.copies else None
             if held_copy is None:
-                self._saver.write_now(save, layout, self._resumed_from, common=save.rank == 0)
+                save.write_now(self._saver, layout, self._resumed_from, common=save.rank == 0)
             elif save.rank:
                 self._order(save, held_copy)
             else:
@@ -244,7 +245,7 @@ class RankStorage:
         _verify_older(self.files, save.step)
         with self._lock:
             if held_copy is None:
-                return self._saver.commit_now(save)
+                return save.commit_now(self._saver)
             self._order(save, held_copy)
             if not durable:
                 return None
@@ -285,10 +286,8 @@ class RankStorage:
 
     def _order(self, save: ShardedSave, held_copy: HeldCopy) -> None:
         self.await_disk()  # another save of this process, whose write has begun meanwhile
-        self._saver.expect(save)
-        self._saver.promise(save.step)
+        self._saver.promise(save)
         self._saver.begin(*held_copy)
-        self._saver.take_note()  # where the writer could not be asked, this process writes now
 
     # ---------------------------------------------------------------- what was loaded
 

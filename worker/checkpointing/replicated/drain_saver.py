@@ -12,7 +12,7 @@ import torch
 from ...ranks.group import current_group
 from ...state import rng
 from ...state.state_dicts import Part
-from ...storage.disk.async_save import AsyncSaver
+from ...storage.disk.async_save import DiskSaver, WholeSave
 from ..saving.drain_saver import BaseDrainSaver
 from .contents import Contents
 from .saver import Copies, Occasion, Saver, ToDisk
@@ -28,7 +28,7 @@ class ReplicatedDrainSaver(BaseDrainSaver):
         directory: str,
         contents: Contents,
         copies: Copies,
-        disk: AsyncSaver,
+        disk: DiskSaver,
         saver: Saver,
     ) -> None:
         super().__init__(directory, contents.parts, copies.memory, saver)
@@ -89,7 +89,7 @@ class ReplicatedDrainSaver(BaseDrainSaver):
         if self._copies.plan(Occasion.LAST_STEP, memory.place.rank).disk is not ToDisk.AFTERWARDS:
             return
         try:
-            self._disk.leave_to_writer(*memory.lend((memory.place.generation, step)))
+            self._disk.leave_to_writer(WholeSave(step), *memory.lend((memory.place.generation, step)))
         except (OSError, ValueError) as error:
             logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
 

@@ -10,7 +10,7 @@ from ...errors import CheckpointError
 from ...ranks.group import current_group
 from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
-from ...storage.disk.async_save import AsyncSaver
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import memory_of
@@ -45,7 +45,7 @@ class ReplicatedState:
             memory = None
         self._memory = memory
         self._env = WorkerEnv.of(os.environ)
-        self._disk = disk = AsyncSaver(files, self._env)
+        self._disk = disk = DiskSaver(files, self._env)
         copies = Copies(memory, disk)
         self._saver = Saver(files, self._contents, copies, disk, max_failed_saves)
         self._loader = Loader(files, self._contents, memory, self._env, read_only=read_only)

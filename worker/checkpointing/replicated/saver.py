@@ -19,7 +19,7 @@ from ...ranks.group import Group, because, current_group
 from ...state import rng
 from ...state.state_dicts import prove_loadable, with_numbers
 from ...steps import progress
-from ...storage.disk.async_save import AsyncSaver
+from ...storage.disk.async_save import DiskSaver, WholeSave
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import NodeMemory
@@ -40,14 +40,14 @@ class Saver(SaveOutcomes):
         files: CheckpointFiles,
         contents: Contents,
         copies: Copies,
-        disk: AsyncSaver,
+        disk: DiskSaver,
         max_failed_saves: int,
     ) -> None:
         super().__init__(files, copies, disk, max_failed_saves)
         self._files = files
         self._contents = contents
         self._copies: Copies = copies
-        self._disk: AsyncSaver = disk
+        self._disk: DiskSaver = disk
         self._any_has_memory: bool | None = None
         """Some rank's node has memory for copies; None: the ranks have not asked each other yet."""
 
@@ -82,7 +82,6 @@ class Saver(SaveOutcomes):
         random_state = rng.capture()
         if not self._copies.note(step, random_state):
             return False
-        self._disk.take_note()
         plan = self._copies.plan(Occasion.LAST_STEP_ALONE if alone else Occasion.REMEMBER, memory.place.rank)
         if plan.copies:
             payload = {"step": step, "state": self._contents.states()}
@@ -100,7 +99,6 @@ class Saver(SaveOutcomes):
         gathered = self._contents.gather(step, group)
         if memory is None:
             return False
-        self._disk.take_note()
         plan = self._copies.plan(Occasion.REMEMBER, memory.place.rank)
         if plan.copies:
             return self._copies.make(self._contents.payload(step, gathered), plan)
@@ -115,7 +113,9 @@ class Saver(SaveOutcomes):
         try:
             on_disk = self._files.newest_manifest()
             if (on_disk is None or on_disk.step != header.step) and memory.is_whole(header.version):
-                self._disk.begin(*memory.lend(header.version))
+                copy = memory.lend(header.version)
+                self._disk.promise(WholeSave(header.step))
+                self._disk.begin(*copy)
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
 
@@ -156,11 +156,9 @@ class Saver(SaveOutcomes):
                 pass  # the log has it; this one may fare better
         payload = self._contents.payload(step, gathered)
         if plan.disk is ToDisk.BEHIND:
-            self._disk.promise(step)
+            self._disk.promise(WholeSave(step))
         copied = plan.copies and self._copies.make(payload, plan)
         way = plan.way_to_disk(copied=copied)
-        if way is ToDisk.BEHIND:
-            self._disk.take_note()  # where the writer could not be asked, this process writes now
         return self._commit(payload) if way is ToDisk.NOW else None
 
     def _commit(self, payload: dict[str, Any]) -> int:
@@ -170,8 +168,8 @@ class Saver(SaveOutcomes):
         payload = {**payload, "state": with_numbers(states)}
         refusal: CheckpointError | None = None
         try:
-            size = self._disk.commit(
-                step,
+            size = WholeSave(step).commit_now(
+                self._disk,
                 len(payload["rng"]),
                 lambda sink: torch.save(payload, sink),
                 lambda manifest: prove_loadable(
@@ -258,7 +256,7 @@ def plan_save(
 class Copies(SlotCopies):
     """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
 
-    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
+    def __init__(self, memory: NodeMemory | None, disk: DiskSaver) -> None:
         super().__init__(memory)
         self.memory = memory
         self._disk = disk

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import current_group, together
-from ...storage.disk.async_save import BackgroundSaver
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.background_write import refusal_of
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.slots import CopyLost
@@ -20,7 +20,7 @@ class SaveOutcomes:
     """Of one Checkpointer, on a rank that writes."""
 
     def __init__(
-        self, files: CheckpointFiles, copies: SlotCopies, disk: BackgroundSaver, max_failed_saves: int
+        self, files: CheckpointFiles, copies: SlotCopies, disk: DiskSaver, max_failed_saves: int
     ) -> None:
         self.floor: int | None = None
         """Steps up to this one are not saved again; None, on all ranks alike, until the first load or save."""

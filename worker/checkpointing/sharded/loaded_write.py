@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from ...errors import CheckpointError
 from ...ranks.group import Group, all_did, current_group
-from ...storage.disk.async_save import BackgroundSaver
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_token
-from ...storage.disk.sharded.shard_saver import ShardSaver
+from ...storage.disk.sharded.shard_saver import ShardedSave
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv
@@ -40,7 +40,7 @@ class _Loaded:
     sample: bytes = b""
     """Of the weights as they were loaded, where that is not written."""
 
-    def say_at_exit(self, disk: BackgroundSaver) -> None:
+    def say_at_exit(self, disk: DiskSaver) -> None:
         if not self.is_written and not disk.ends_at_once:
             logger.error(
                 "the state that was loaded from memory is not on disk: step=%d. Let the script call wait() on all "
@@ -57,7 +57,7 @@ class LoadedWrite:
         files: CheckpointFiles,
         contents: ShardContents,
         memory: ShardMemory | None,
-        disk: ShardSaver,
+        disk: DiskSaver,
         saves: ShardedSaves,
         directory: DirectoryCheck,
         env: WorkerEnv,
@@ -118,9 +118,14 @@ class LoadedWrite:
             return
         if met.some_have_new_tables:
             self._saves.exchange(table, group)
-        assert memory is not None
         self._loaded.is_written = True
-        self._saves.order(self._disk, step, met, group, lambda: self._disk.begin(*memory.lend(version)))
+
+        def hand(save: ShardedSave) -> None:
+            assert memory is not None
+            self._disk.promise(save)
+            self._disk.begin(*memory.lend(version))
+
+        self._saves.order(self._disk, step, met, group, hand)
 
     def end(self) -> None:
         """The script is done with it."""

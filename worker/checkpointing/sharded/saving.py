@@ -17,9 +17,10 @@ from ...ranks.group import Group, all_did, because, current_group, raise_togethe
 from ...state import rng
 from ...state.sharding.layout import ShardLayout
 from ...steps import progress
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_token
-from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
+from ...storage.disk.sharded.shard_saver import ShardedSave
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.memory.slots import NoRoom
 from ...storage.replication.copy_rule import (
@@ -61,7 +62,7 @@ class ShardSaving(SaveOutcomes):
         memory: ShardMemory | None,
         replicas: ShardReplicas | None,
         copies: SlotCopies,
-        disk: ShardSaver,
+        disk: DiskSaver,
         env: WorkerEnv,
         max_failed_saves: int,
         *,
@@ -75,7 +76,7 @@ class ShardSaving(SaveOutcomes):
         self._memory = memory
         self._replicas = replicas
         self._copies = copies
-        self._disk: ShardSaver = disk
+        self._disk: DiskSaver = disk
         self._env = env
         self._keeps_common = keeps_common
         self._clock = clock
@@ -194,7 +195,6 @@ class ShardSaving(SaveOutcomes):
                 self._memory.note(step, rng.capture())
 
     def _brought(self, step: int, layout: ShardLayout | None, common: bytes | None = None) -> Brought:
-        self._disk.take_note()  # what is being written holds a slot
         brought = Brought(
             step,
             layout.digest if layout is not None else "",
@@ -322,15 +322,12 @@ class ShardSaving(SaveOutcomes):
         memory = self._memory
         assert memory is not None
         version = memory.place.generation, step
-        self._disk.promise(step)
-        self._saves.order(
-            self._disk,
-            step,
-            met,
-            group,
-            lambda: self._copies.hand_on(lambda: memory.lend(version), self._disk.begin),
-        )
-        self._disk.take_note()  # where the writer could not be asked, this process writes now
+
+        def hand(save: ShardedSave) -> None:
+            self._disk.promise(save)
+            self._copies.hand_on(lambda: memory.lend(version), self._disk.begin)
+
+        self._saves.order(self._disk, step, met, group, hand)
 
     def _write_now(self, step: int, met: Met, layout: ShardLayout, group: Group, started_s: float) -> bool:
         """All ranks write their parts while all wait, and rank 0 commits."""
@@ -340,12 +337,12 @@ class ShardSaving(SaveOutcomes):
         def write() -> None:
             nonlocal save
             save = self._saves.make(step, met, group, twins=False)
-            self._disk.write_now(save, layout, self._resumed_from, common=self._keeps_common)
+            save.write_now(self._disk, layout, self._resumed_from, common=self._keeps_common)
 
         def commit() -> None:
             nonlocal size
             if group.rank == 0 and save is not None:
-                size = self._disk.commit_now(save)
+                size = save.commit_now(self._disk)
 
         saved = False
         try:
@@ -437,4 +434,8 @@ class ShardSaving(SaveOutcomes):
         if last is None or memory is None:
             return
         version = memory.place.generation, step
-        self._saves.order(self._disk, step, *last, lambda: self._disk.leave_to_writer(*memory.lend(version)))
+
+        def hand(save: ShardedSave) -> None:
+            self._disk.leave_to_writer(save, *memory.lend(version))
+
+        self._saves.order(self._disk, step, *last, hand)

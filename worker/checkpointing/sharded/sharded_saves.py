@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from ...errors import CheckpointError, DirectoryNotShared, SaveFailed
 from ...ranks.group import Group, because, together
 from ...state.sharding.table import Table
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_attempt
 from ...storage.disk.sharded.dcp_index import metadata_of
 from ...storage.disk.sharded.own_rows import own_rows
-from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
+from ...storage.disk.sharded.shard_saver import ShardedSave
 from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, sees_mark, write_mark
 from .meeting import Met
 
@@ -63,13 +64,16 @@ class ShardedSaves:
             self._indexed(first) if group.rank == 0 else b"",
         )
 
-    def order(self, disk: ShardSaver, step: int, met: Met, group: Group, hand: Callable[[], None]) -> None:
+    def order(
+        self, disk: DiskSaver, step: int, met: Met, group: Group, hand: Callable[[ShardedSave], None]
+    ) -> None:
         """`hand` lets the disk writer have this rank's copy. All others go on meanwhile, so this raises nothing."""
+        save: ShardedSave | None = None
         try:
-            disk.expect(self.make(step, met, group, twins=True))
-            hand()
+            save = self.make(step, met, group, twins=True)
+            hand(save)
         except Exception as error:
-            disk.refuse(step, error)
+            disk.refuse(step, error, save)
 
     def _indexed(self, first_twins: list[int | None]) -> bytes:
         if self._index is None or self._index[0] != first_twins:

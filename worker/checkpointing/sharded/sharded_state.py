@@ -12,8 +12,8 @@ from ...ranks.group import Group, current_group, together
 from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
 from ...steps import progress
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.sharded.shard_saver import ShardSaver
 from ...storage.memory.shard_memory import ShardMemory, local_rank_of, shard_memory_of
 from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv, own_environment
@@ -59,7 +59,7 @@ class ShardedState:
             self._memory,
             self._replicas,
             SlotCopies(self._memory),
-            ShardSaver(files, self._env),
+            DiskSaver(files, self._env),
             self._env,
             max_failed_saves,
             keeps_common=local_rank_of(os.environ) == 0,

@@ -1,11 +1,16 @@
-"""A rank's way to a durable checkpoint: in the background where the state is in memory, and else while all wait.
+"""A rank's way to a durable checkpoint while training goes on: of what lies in memory, by the agent's disk writer.
 
-`AsyncSaver` is rank 0's for a state that is the same on all ranks; for a sharded one see `sharded/shard_saver`.
+    saver.promise(save)         a save has begun whose copy comes to the disk: from here on `finish` has an outcome
+    saver.begin(slots, held)    the copy is sealed: in any thread; or `refuse`, where it cannot be
+    outcome = saver.finish()    at the next save: wait for the end, once
 
-One write at a time is under way. The slot that is written is held by this process until it knows the outcome, so that
-no later copy takes it. The writer belongs to the agent and goes on when this process dies. If the writer dies, cannot
-be reached, stands still, or is not done after a time that any disk would do, this process takes the write back and does
-it itself.
+The outcome is a Future. A thread waits for the writer's answers; it holds the slot until it knows them, so that no
+later copy takes it. The writer belongs to the agent and goes on when this process dies. If the writer dies, cannot be
+reached, stands still, or is not done after a time that any disk would do, that thread takes the write back and does it
+itself.
+
+What is to be written, a state that is the same on all ranks (`WholeSave`) or shards (`sharded/shard_saver`), is a
+`Save`: one `Task` or more.
 """
 
 from __future__ import annotations
@@ -13,21 +18,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import select
 import socket
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from ....codec import Checked, Invalid
 from ...errors import CheckpointError, SaveFailed
 from ...steps import progress
 from ...wire.channel import receive, send
 from ...wire.environment import WorkerEnv
-from ...wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, Tier, WriteOrder, WriteOutcome
+from ...wire.messages import (
+    MAX_REASON_CHARS,
+    WRITE_OUTCOMES,
+    CancelWrite,
+    SaveResult,
+    Tier,
+    WriteOrder,
+    WriteOutcome,
+)
 from ..memory.slots import HeldSlot, Slots
 from .background_write import outcome_of, write_copy
 from .checkpoint_files import CheckpointFiles
@@ -44,19 +60,37 @@ ASKING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
-    slots: Slots
-    held: HeldSlot
-    connection: socket.socket | None
-    """None: the writer could not be asked."""
-    deadline: float
+class Task:
+    """An order to the disk writer, and how this process does the same: `here` returns a size.
 
+    `here` raises CheckpointError, OSError, ValueError. `within_s` is how long the writer may take. `content` goes along
+    as an open file.
+    """
 
-class BackgroundSaver(ABC):
-    """The checkpoint directory, as one rank of one generation lets copies of its slots be written to it."""
-
+    order: Checked
+    here: Callable[[], int]
+    within_s: float
     tier: Tier = "local"
-    """What it is that was written, for the agent."""
+    content: bytes | None = None
+
+
+class Save(ABC):
+    """What one rank writes of one checkpoint."""
+
+    step: int
+    tier: ClassVar[Tier] = "local"
+    """What it is that is written, for the agent."""
+
+    @abstractmethod
+    def tasks(self, disk: DiskSaver, slots: Slots, held: HeldSlot) -> Sequence[Task]:
+        """In their order; the first one alone needs the copy. The outcome of the last is the save's."""
+
+    def refuse(self, disk: DiskSaver, error: Exception) -> None:  # noqa: B027  # most have nobody to tell
+        """It will not come: tell others who wait for it."""
+
+
+class DiskSaver:
+    """The checkpoint directory, as one rank of one generation lets copies of its slots be written to it."""
 
     def __init__(
         self,
@@ -70,11 +104,10 @@ class BackgroundSaver(ABC):
         self.env = env
         self._writer = env.writes
         self.clock = clock
-        self._under_way: UnderWay | None = None
-        self._outcome: WriteOutcome | None = None
-        """Of a write that has ended, until it is asked for."""
-        self._due: int | None = None
-        """A step that was promised, and that has not been begun to be written."""
+        self._save: Save | None = None
+        """That was promised last."""
+        self._outcome: Future[WriteOutcome] | None = None
+        """Of that save, until it is asked for."""
         self._newest: int | None = None
         self._durable: int | None = None
         atexit.register(self.end)
@@ -89,72 +122,71 @@ class BackgroundSaver(ABC):
         """Whether the newest step that was to be written is on disk; True when there was none."""
         return self._newest == self._durable
 
-    def promise(self, step: int) -> None:
-        """This step is to be written: `begin` follows, or `finish` says that it did not."""
-        self._due = self._newest = step
+    @property
+    def ends_at_once(self) -> bool:
+        """This process ends, and waits for nothing: its script ended in an error, or at a planned change."""
+        return self.is_leaving or getattr(sys, "last_value", None) is not None
 
-    def wrote(self, step: int, *, durable: bool) -> None:
-        """This process has begun to write that step itself, or is done."""
-        self._due, self._newest = None, step
-        if durable:
-            self._durable = step
+    # ---------------------------------------------------------------- a save in the background
+
+    def promise(self, save: Save) -> None:
+        """It is to be written: `begin` follows, or `refuse`, or `finish` says that it did not."""
+        assert self._outcome is None or self._outcome.done(), "one write at a time"
+        self._save, self._newest, self._outcome = save, save.step, Future()
 
     def begin(self, slots: Slots, held: HeldSlot) -> None:
-        """Let the writer bring this copy to the disk. `held` is closed when the outcome is known, see `finish`."""
-        assert self._under_way is None, "one write at a time"
-        self._due, self._newest = None, held.header.step
-        connection = self._ask(slots, held) if slots.shows(held) else None
-        self._under_way = UnderWay(slots, held, connection, self.clock() + self.patience_s(held))
+        """Let the writer bring this copy, of the promised save, to the disk. `held` is closed when that is done."""
+        save, outcome = self._save, self._outcome
+        assert save is not None, "promise() comes first"
+        assert outcome is not None, "promise() comes first"
+        asked = self._ask_all(save, slots, held)
+        outcome.set_running_or_notify_cancel()
+        thread = threading.Thread(
+            target=self._complete, args=(outcome, asked, slots, held), name="disk-save", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started now: training waits instead
+            self._complete(outcome, asked, slots, held)
 
-    def leave_to_writer(self, slots: Slots, held: HeldSlot) -> None:
+    def leave_to_writer(self, save: Save, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk after what it has to do, and do not wait for the outcome."""
         with held:
-            connection = self._ask(slots, held) if slots.shows(held) else None
-            if connection is not None:
-                connection.close()
+            if slots.shows(held):
+                for one in self._ask_all(save, slots, held):
+                    one.close()
 
-    def take_note(self) -> None:
-        """Take note of the end of a write, if it has ended. Does not wait, unless this process must write."""
-        write = self._under_way
-        if write is not None and (
-            write.connection is None or self.clock() >= write.deadline or _has_come(write.connection)
-        ):
-            self._outcome = self._end(write)
+    def refuse(self, step: int, error: Exception, save: Save | None) -> None:
+        """This save of that step cannot begin, or None could be made: `finish` says so."""
+        logger.warning("a copy is not brought to disk: step=%d reason=%s", step, error)
+        self._newest, self._outcome = step, Future()
+        self._outcome.set_result(outcome_of(step, error, self.files.directory))
+        if save is not None:
+            save.refuse(self, error)
 
     def finish(self, lost: str = "") -> WriteOutcome | None:
         """Wait for the end of the newest write. What became of it, once; None: there was none.
 
         `lost` is why a copy that was promised to the disk may never have come here.
         """
-        write, outcome, due = self._under_way, self._outcome, self._due
-        self._outcome = self._due = None
-        if write is None:
-            if outcome is None and due is not None:
-                progress.checkpoint_save(due, "error", 0.0, 0, tier=self.tier, directory=self.files.directory)
-                return WriteOutcome(
-                    due,
-                    error=SaveFailed.__name__,
-                    reason=(lost or f"step {due} never came to be written")[:MAX_REASON_CHARS],
-                )
-            return outcome
-        return self._end(write)
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return None
+        if not outcome.cancel():
+            return outcome.result()
+        save = self._save
+        assert save is not None
+        reason = (lost or f"step {save.step} never came to be written")[:MAX_REASON_CHARS]
+        save.refuse(self, SaveFailed(reason))
+        progress.checkpoint_save(save.step, "error", 0.0, 0, tier=save.tier, directory=self.files.directory)
+        return WriteOutcome(save.step, error=SaveFailed.__name__, reason=reason)
 
-    def _end(self, write: UnderWay) -> WriteOutcome:
-        outcome = self._receive(write)
-        if outcome is None or (outcome.error and not write.slots.shows(write.held)):
-            outcome = self._write_here(write)
-        if not outcome.error:
-            self.succeeded(outcome.step)
-        self._under_way = None
-        with write.held:
-            if write.connection is not None:
-                write.connection.close()
-        return outcome
-
-    @property
-    def ends_at_once(self) -> bool:
-        """This process ends, and waits for nothing: its script ended in an error, or at a planned change."""
-        return self.is_leaving or getattr(sys, "last_value", None) is not None
+    def wrote(self, step: int, *, durable: bool) -> None:
+        """This process has begun to write that step itself, while all wait, or is done."""
+        self._outcome, self._newest = None, step
+        if durable:
+            self._durable = step
+            self.files.trust(step)
 
     def end(self, lost: str = "") -> None:
         """The script is done, with this or at all: what was saved last is durable before the job can count as ended.
@@ -168,59 +200,75 @@ class BackgroundSaver(ABC):
         if outcome is not None and outcome.error:
             logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
 
-    # ---------------------------------------------------------------- what is ordered
+    def permission(self) -> Callable[[], None]:
+        return CommitPermission(
+            self.env.socket, self.env.generation, has_agent=bool(self.env.incarnation)
+        ).check
 
-    @abstractmethod
-    def order(self, slots: Slots, held: HeldSlot) -> Checked:
-        """For the disk writer, which writes this copy and answers by a WriteOutcome."""
+    # ---------------------------------------------------------------- its thread
 
-    @abstractmethod
-    def write(self, slots: Slots, held: HeldSlot) -> int:
-        """What the order says, by this process; the size. Raises CheckpointError, OSError, ValueError."""
+    def _complete(
+        self, outcome: Future[WriteOutcome], asked: Sequence[_Asked], slots: Slots, held: HeldSlot
+    ) -> None:
+        found: WriteOutcome | None = None
+        try:
+            first, *others = asked
+            with held:
+                found = self._answer(first)
+                if found is None or (found.error and not slots.shows(held)):
+                    found = self._do_here(first)
+            for one in others:
+                found = self._answer(one) or self._do_here(one)
+            if not found.error:
+                self._durable = found.step
+                if asked[-1].task.tier == "local":
+                    self.files.trust(found.step)
+            outcome.set_result(found)
+        except BaseException as error:
+            outcome.set_exception(error)
 
-    @abstractmethod
-    def patience_s(self, held: HeldSlot) -> float:
-        """How long the writer may take for that."""
+    def _ask_all(self, save: Save, slots: Slots, held: HeldSlot) -> list[_Asked]:
+        found: list[_Asked] = []
+        for task in save.tasks(self, slots, held):
+            asks = bool(found) or slots.shows(held)
+            connection = self._ask(save.step, task) if asks else None
+            found.append(_Asked(save.step, task, connection, self.clock() + task.within_s))
+        return found
 
-    def succeeded(self, step: int) -> None:
-        """What was ordered for that step is done."""
-        self._durable = step
-
-    # ---------------------------------------------------------------- effects
-
-    def _ask(self, slots: Slots, held: HeldSlot) -> socket.socket | None:
-        return self.ask(held.header.step, self.order(slots, held))
-
-    def ask(self, step: int, order: Checked, *descriptors: int) -> socket.socket | None:
+    def _ask(self, step: int, task: Task) -> socket.socket | None:
         """Where the answer of the disk writer will come; None, and the log says why, when it cannot be asked."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(ASKING_S)
             connection.connect(self._writer)
-            send(connection, order, ASKING_S, *descriptors)
+            if task.content is None:
+                send(connection, task.order, ASKING_S)
+            else:
+                with open(os.memfd_create("elastic-agent-order", os.MFD_CLOEXEC), "wb") as file:
+                    file.write(task.content)
+                    file.flush()
+                    send(connection, task.order, ASKING_S, file.fileno())
         except OSError as error:
             logger.warning("the disk writer cannot be asked: step=%d reason=%s", step, error)
             connection.close()
             return None
         return connection
 
-    def _receive(self, write: UnderWay) -> WriteOutcome | None:
-        """None: the writer will not do it."""
-        return self.answer(write.held.header.step, write.connection, write.deadline)
-
-    def answer(self, step: int, connection: socket.socket | None, deadline: float) -> WriteOutcome | None:
-        """The writer's answer to `ask`; None: there will be none, and it changes nothing any more."""
+    def _answer(self, asked: _Asked) -> WriteOutcome | None:
+        """The writer's; None: there will be none, and it changes nothing any more."""
+        connection = asked.connection
         if connection is None:
             return None
-        try:
-            while not _has_come(connection, ASKING_S) and self.clock() < deadline:
-                self._look_for_writer()
-            return receive(connection, WRITE_OUTCOMES, deadline - self.clock())
-        except (OSError, Invalid) as error:
-            logger.warning("the disk writer has not done its work: step=%d reason=%s", step, error)
-            with contextlib.suppress(OSError):  # it is gone already
-                send(connection, CancelWrite(), ASKING_S)
-            return None
+        with connection:
+            try:
+                while not _has_come(connection, ASKING_S) and self.clock() < asked.deadline:
+                    self._look_for_writer()
+                return receive(connection, WRITE_OUTCOMES, asked.deadline - self.clock())
+            except (OSError, Invalid) as error:
+                logger.warning("the disk writer has not done its work: step=%d reason=%s", asked.step, error)
+                with contextlib.suppress(OSError):  # it is gone already
+                    send(connection, CancelWrite(), ASKING_S)
+                return None
 
     def _look_for_writer(self) -> None:
         """Raises OSError where its process takes no order: it was stopped, or does not get to run."""
@@ -230,54 +278,76 @@ class BackgroundSaver(ABC):
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
 
-    def _write_here(self, write: UnderWay) -> WriteOutcome:
-        return self.do_here(write.held.header.step, lambda: self.write(write.slots, write.held), self.tier)
-
-    def do_here(self, step: int, part: Callable[[], int], tier: Tier) -> WriteOutcome:
-        """What the writer should have done; `part` returns a size."""
-        logger.warning("training waits while this process writes its checkpoint itself: step=%d", step)
+    def _do_here(self, asked: _Asked) -> WriteOutcome:
+        """What the writer should have done."""
+        step, where = asked.step, self.files.directory
+        logger.warning("this process writes its checkpoint itself: step=%d", step)
         started_s, size, refusal = self.clock(), 0, None
         try:
-            size = part()
+            size = asked.task.here()
         except (CheckpointError, OSError, ValueError) as error:
-            refusal = outcome_of(step, error, self.files.directory)
+            refusal = outcome_of(step, error, where)
         took_s = self.clock() - started_s
-        progress.checkpoint_save(
-            step,
-            "error" if refusal else "ok",
-            took_s,
-            size,
-            tier=tier,
-            blocked_s=took_s,
-            directory=self.files.directory,
-        )
+        result: SaveResult = "error" if refusal else "ok"
+        progress.checkpoint_save(step, result, took_s, size, tier=asked.task.tier, directory=where)
         return refusal or WriteOutcome(step, size)
 
-    def permission(self) -> Callable[[], None]:
-        return CommitPermission(
-            self.env.socket, self.env.generation, has_agent=bool(self.env.incarnation)
-        ).check
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    step: int
+    task: Task
+    connection: socket.socket | None
+    """None: the writer could not be asked."""
+    deadline: float
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
 
 
-class AsyncSaver(BackgroundSaver):
-    """Rank 0's, for a state that is the same on all ranks."""
+@dataclass(frozen=True, slots=True)
+class WholeSave(Save):
+    """Rank 0's, of a state that is the same on all ranks."""
 
-    def commit(
+    step: int
+
+    def tasks(self, disk: DiskSaver, slots: Slots, held: HeldSlot) -> Sequence[Task]:
+        files, env = disk.files, disk.env
+        order = WriteOrder(
+            slots.memory,
+            files.directory,
+            held.name,
+            held.header.step,
+            held.header.generation,
+            env.generation,
+            files.keep,
+            tuple(sorted(files.good)),
+            files.run.id,
+            tuple(sorted(files.claim.bad_steps)),
+        )
+
+        def here() -> int:
+            return write_copy(files, slots, held, env.generation, disk.permission()).size
+
+        return (Task(order, here, max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)),)
+
+    def commit_now(
         self,
-        step: int,
+        disk: DiskSaver,
         world_size: int,
         serialize: Callable[[BinaryIO], object],
         prove: Callable[[Manifest], None],
     ) -> int:
-        """Make a checkpoint of what `serialize` writes, now. Returns its size.
+        """Make a checkpoint of what `serialize` writes, while all wait. Returns its size.
 
         Raises OSError, and what `prove` and `CommitPermission.check` raise.
         """
-        self.wrote(step, durable=False)
-        may_change = self.permission()
-        manifest = self.files.write(
-            step,
-            generation=self.env.generation,
+        disk.wrote(self.step, durable=False)
+        files, may_change = disk.files, disk.permission()
+        manifest = files.write(
+            self.step,
+            generation=disk.env.generation,
             world_size=world_size,
             serialize=serialize,
             may_change=may_change,
@@ -285,35 +355,11 @@ class AsyncSaver(BackgroundSaver):
         try:
             prove(manifest)
         except BaseException:
-            self.files.discard(manifest)
+            files.discard(manifest)
             raise
-        self.files.publish(manifest, may_change)
-        self.wrote(step, durable=True)
+        files.publish(manifest, may_change)
+        disk.wrote(self.step, durable=True)
         return manifest.size
-
-    def order(self, slots: Slots, held: HeldSlot) -> WriteOrder:
-        return WriteOrder(
-            slots.memory,
-            self.files.directory,
-            held.name,
-            held.header.step,
-            held.header.generation,
-            self.env.generation,
-            self.files.keep,
-            tuple(sorted(self.files.good)),
-            self.files.run.id,
-            tuple(sorted(self.files.claim.bad_steps)),
-        )
-
-    def write(self, slots: Slots, held: HeldSlot) -> int:
-        return write_copy(self.files, slots, held, self.env.generation, self.permission()).size
-
-    def patience_s(self, held: HeldSlot) -> float:
-        return max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)
-
-    def succeeded(self, step: int) -> None:
-        super().succeeded(step)
-        self.files.trust(step)
 
 
 def _has_come(connection: socket.socket, within_s: float = 0.0) -> bool:

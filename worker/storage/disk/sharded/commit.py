@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ....errors import Fenced, OtherRun, SaveFailed
 from ....wire.files import open_directory, open_own_directory, read_whole, remove
-from ....wire.messages import MAX_REASON_CHARS
+from ....wire.messages import MAX_REASON_CHARS, CommitOrder
 from ..checkpoint_files import CheckpointFiles
 from ..durable import make_directory, write_durably
 from ..manifests import Manifest
@@ -50,18 +49,6 @@ TOKEN_BYTES = 4
 _SHOWN_RANKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """`metadata` are the bytes of DCP's index; the parts of all ranks come within `within_s` seconds, or too late."""
-
-    attempt: str
-    step: int
-    generation: int
-    world_size: int
-    metadata: bytes
-    within_s: float
-
-
 def new_attempt(files: CheckpointFiles, step: int, generation: int, token: bytes = b"") -> str:
     """A name for the directory of one save, which no other has: rank 0 gives all ranks its `new_token`."""
     return f"step-{step:012d}-{files.run.id}-{generation:08d}-{(token or new_token()).hex()}"
@@ -86,12 +73,15 @@ def new_token() -> bytes:
 
 def commit(
     files: CheckpointFiles,
-    save: Commit,
+    save: CommitOrder,
+    metadata: bytes,
     may_change: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Manifest:
-    """Raises SaveFailed when a part is missing or does not fit, OSError, OtherRun, and what `may_change` raises."""
+    """`metadata` are the bytes of DCP's index. The parts of all ranks come within `save.within_s`, or too late.
+
+    Raises SaveFailed when a part is missing or does not fit, OSError, OtherRun, and what `may_change` raises."""
     with files.prepared(save.step, save.generation, may_change) as root:
         with suppress(FileExistsError):
             os.mkdir(save.attempt, dir_fd=root)
@@ -102,7 +92,7 @@ def commit(
                 # Of those who have died, or tried again.
                 if name.startswith("tmp-") or name.endswith(REFUSED_SUFFIX):
                     remove(there, name)
-            sums = {METADATA_NAME: _put(files, there, METADATA_NAME, save.metadata)}
+            sums = {METADATA_NAME: _put(files, there, METADATA_NAME, metadata)}
             for rank, (file, raw) in enumerate(parts):
                 sums[data_name(rank)] = FileSum(file.header.size, file.sha256)
                 sums[rank_file_name(rank)] = raw
@@ -129,7 +119,7 @@ def commit(
 
 def _await_parts(
     root: int,
-    save: Commit,
+    save: CommitOrder,
     may_change: Callable[[], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -165,7 +155,7 @@ def _reason(there: int, refused: RefusedName) -> str:
     return f"rank {refused.rank} cannot write its part: {text}"
 
 
-def _parts(there: int, save: Commit) -> list[tuple[RankFile, FileSum]]:
+def _parts(there: int, save: CommitOrder) -> list[tuple[RankFile, FileSum]]:
     """By rank. Raises SaveFailed when they are not of one state."""
 
     def read(rank: int) -> tuple[RankFile, FileSum]:
@@ -184,7 +174,7 @@ def _parts(there: int, save: Commit) -> list[tuple[RankFile, FileSum]]:
     return found
 
 
-def _problem(parts: list[RankFile], save: Commit) -> str:
+def _problem(parts: list[RankFile], save: CommitOrder) -> str:
     """Why these are not the parts of one checkpoint; empty: they are."""
     for rank, part in enumerate(parts):
         header, first = part.header, parts[0].header
