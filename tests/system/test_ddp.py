@@ -23,7 +23,8 @@ CHECKPOINTED_DDP = Path(__file__).with_name("checkpointed_ddp.py")
 KILLS = int(os.environ.get("KILLS", "3"))
 """30 takes a few minutes: KILLS=30 pytest tests/system/test_ddp.py"""
 
-STEPS = 150
+STEPS = 600
+"""Enough for five kills: a first step may be told a second late, and training goes on meanwhile."""
 
 
 def steps(agent: Agent, restart: int) -> list[int]:
