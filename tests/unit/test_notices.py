@@ -448,7 +448,6 @@ def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
 def test_a_source_that_fails_is_one_warning_and_withdraws_nothing(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("elastic_agent").propagate = True
     caplog.set_level(logging.DEBUG)
     scene = Scene()
     given = scene.polls(Notice("x", 1030.0), *[error] * 3, Notice("x", 1005.0))
