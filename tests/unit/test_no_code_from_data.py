@@ -17,7 +17,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "system", "popen", "getoutput"
 TRUSTED_MODULES = {"re"}  # re.compile
 WRITERS = {"Pickler", "dumps"}
 """They read nothing."""
-PLAIN_VALUES = ROOT / "agent" / "workers" / "hangs" / "flight_records.py"
+PLAIN_VALUES = ROOT / "agent" / "workers" / "evidence.py"
 """torch writes a pickle: no class or function comes out of it, which `test_flight_records` proves."""
 OWN_FUNCTIONS = {ROOT / "elastic_agent" / "launcher.py"}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
