@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint size types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
+.PHONY: help demo demo-daemon test quick lint size types check format sim docs frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -99,6 +99,10 @@ SHARDED_KILLS ?= 50
 soak-sharded: $(READY)  ## SHARDED_KILLS=50 kills of random workers and nodes that train examples/elastic_fsdp.py, drawn from SEED=1
 	@.ci/system-packages etcd
 	SOAK_KILLS=$(SHARDED_KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_sharded_soak.py -m long -s
+
+proof: $(READY)  ## each kind of state through each disturbance, from memory, replicas and disk, in 15 to 30 minutes, and the table of it
+	@.ci/system-packages etcd
+	$(BIN)/python -m pytest tests/proof -m 'long or not long'
 
 # As root. Slurm's daemons are the tests' own, on ports of this machine, without munge.
 slurm: $(READY)  ## a real Slurm on this machine: srun, scancel, --signal, the time limit, 20 preemptions; SLURM_PREEMPTIONS=20
