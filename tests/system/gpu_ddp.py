@@ -1,7 +1,7 @@
 """A DDP script over NCCL that fills most of its GPU, and writes to the job's history when each phase of its start ends.
 
 Two of its generations do not fit on a GPU together: the second runs out of memory if it starts before the first's is
-free. Otherwise like `checkpointed_ddp`.
+free. Otherwise it trains as any script with a Checkpointer does.
 """
 
 from __future__ import annotations
