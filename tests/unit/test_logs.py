@@ -209,8 +209,9 @@ def test_detach_closes_the_pipes_of_that_generation_only(rig: Rig) -> None:
     eventually(refused)
     os.write(new, b"alive\n")
     eventually(lambda: b"[n1/0] alive\n" in rig.out())
-    assert rig.directory is not None
-    assert sorted(path.name for path in rig.directory.glob("gen*")) == ["gen1", "gen2"]
+    folder = rig.directory
+    assert folder is not None
+    eventually(lambda: sorted(path.name for path in folder.glob("gen*")) == ["gen1", "gen2"])
 
 
 def test_drain_reads_what_a_dead_worker_wrote_though_a_grandchild_holds_the_pipe_open(rig: Rig) -> None:
