@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from elastic_agent.agent.rendezvous_io.store_opening import StoreMemory
+
 MARKER = "SYSTEM_TEST_JOB"
 """The variable that names the job."""
 
@@ -211,6 +213,11 @@ def _sockets(pid: int | None) -> Iterator[tuple[int, int, str]]:
 
 
 def port_for_a_store() -> int:
-    """One that all agents are told beforehand, so below the range from which the kernel gives ports to others."""
+    """One that all agents are told beforehand, so below the range from which the kernel gives ports to others.
+
+    Nothing is left there of an earlier test whose host was killed: the next host of a job would go on from that.
+    """
     taken = listening_ports()
-    return random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
+    port = random.SystemRandom().choice([port for port in range(20000, 32000) if port not in taken])
+    StoreMemory("default", f"127.0.0.1:{port}").file.unlink(missing_ok=True)
+    return port
