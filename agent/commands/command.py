@@ -76,7 +76,8 @@ def run_command(
 
 @contextlib.contextmanager
 def opened(place: RendezvousConfig) -> Iterator[Store]:
-    """The store there, for a look. Raises CannotDo and StoreError."""
+    """The store there, for a look, without a log line of torch. Raises CannotDo and StoreError."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     place.kind.load()
     with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
         yield store
@@ -118,9 +119,8 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """No log line of torch, and Ctrl-C ends the process at once and from anywhere: a KeyboardInterrupt may come where
-    Python ignores it, or where it breaks a lock."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Ctrl-C ends the process at once and from anywhere: a KeyboardInterrupt may come where Python ignores it, or where
+    it breaks a lock."""
     before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(ExitCode.STOPPED_BY_SIGINT))
     try:
         yield
