@@ -13,7 +13,8 @@ election timeout, and for the dead one's answer. Asked again after the election 
 goes from member to member, while its lease can still be saved.
 
 Every answer says how far the cluster has come. One that goes back was restored from a snapshot: it is another store,
-and what we hold of the first one, a lease or a place in a watch, means nothing in it (`History`).
+and what we hold of the first one, a lease or a place in a watch, means nothing in it (`History`). Other clients may
+have written more since than was lost. So after a failure we ask once whether our newest entry is part of its history.
 
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
@@ -155,6 +156,8 @@ class Seen:
     cluster: int = 0
     revision: int = 0
     """The highest one of this life."""
+    newest: tuple[bytes, int] = (b"", 0)
+    """Of all entries seen in this life, the one with the highest mod_revision: its key, and that."""
 
 
 class History:
@@ -174,12 +177,25 @@ class History:
                 highest = max(seen.revision, header.revision)
                 self.seen = replace(seen, cluster=header.cluster_id, revision=highest)
                 return
+        self.went_back(header, asked, asked.revision)
+
+    def saw_entry(self, key: bytes, mod_revision: int) -> None:
+        with self._lock:
+            if mod_revision > self.seen.newest[1]:
+                self.seen = replace(self.seen, newest=(key, mod_revision))
+
+    def went_back(self, header: Any, asked: Seen, lost: int) -> None:
+        """An answer proves that a revision, `lost`, of what had been seen is not part of the store any more."""
+        with self._lock:
+            seen = self.seen
+            if asked.life != seen.life:
+                return
             self.seen = Seen(seen.life + 1, header.cluster_id, header.revision)
         log.warning(
             "etcd has gone back to an older state: its data were restored. Revision %d of cluster %x is lost, it is at"
             " %d of %x. This process gives up its lease there and begins anew; nothing is to be done. If etcd was not"
             " restored: check that --rdzv-endpoint names members of one cluster only",
-            *(asked.revision, seen.cluster, header.revision, header.cluster_id),
+            *(lost, seen.cluster, header.revision, header.cluster_id),
         )
 
 
@@ -203,6 +219,8 @@ class Connection:
         self._failures = 0
         """Channels replaced since the last answer."""
         self._answered_at = -math.inf
+        self._in_doubt = False
+        """There was a failure after the last `_look_back`: the store may have been restored since."""
         self._closed = False
 
     def call(self, method: Method, request: Any, *, repeatable: bool = False, hedged: bool = False) -> Any:
@@ -251,11 +269,36 @@ class Connection:
         seen = self.history.seen
         if header.cluster_id == seen.cluster and header.revision >= seen.revision:
             self.history.saw(header, seen)
+            if self._in_doubt:
+                self._look_back()
             return
         messages = self.rpc.messages
         key = messages.RangeRequest(key=self.root.encode(), count_only=True)
         with contextlib.suppress(StoreUnavailable):  # the next answer raises the same doubt
             self.call(TXN, messages.TxnRequest(success=[messages.RequestOp(request_range=key)]))
+
+    def _look_back(self) -> None:
+        """Ask whether the newest entry that was seen is in the store's history; it may have changed since."""
+        self._in_doubt, seen = False, self.history.seen
+        key, revision = seen.newest
+        if not revision:
+            return
+        messages = self.rpc.messages
+        mod, equal = messages.Compare.MOD, messages.Compare.EQUAL
+        unchanged = messages.Compare(key=key, target=mod, result=equal, mod_revision=revision)
+        then = messages.RangeRequest(key=key, revision=revision, keys_only=True)
+        request = messages.TxnRequest(compare=[unchanged], failure=[messages.RequestOp(request_range=then)])
+        try:
+            answer = self.call(TXN, request, repeatable=True)
+        except StoreUnavailable:
+            self._in_doubt = True
+        except StoreError:
+            # The revision is compacted, which proves nothing, or one to come, which the next answer's header shows.
+            pass
+        else:
+            pairs = (pair for found in answer.responses for pair in found.response_range.kvs)
+            if not answer.succeeded and all(pair.mod_revision != revision for pair in pairs):
+                self.history.went_back(answer.header, seen, revision)
 
     def _hedge_timeout_s(self) -> float:
         """Of a hedged call, with the member in use."""
@@ -383,7 +426,7 @@ class Connection:
             if self._closed or self._channel is not channel or (young and self._failures >= len(ring)):
                 replaced = False
             else:
-                replaced, self._failures = True, self._failures + 1
+                replaced, self._failures, self._in_doubt = True, self._failures + 1, True
                 self._channel = self._made(following(channel.address, ring))
         if replaced:
             channel.close()

@@ -211,6 +211,7 @@ class EtcdStore(Store):
         return [self._entry(pair) for pair in response.response_range.kvs]
 
     def _entry(self, pair: Any) -> Entry:
+        self._connection.history.saw_entry(pair.key, pair.mod_revision)
         value = pair.value.decode(errors="replace")  # its reader names the key when it makes no sense
         return Entry(self._relative(pair), value, pair.create_revision, pair.mod_revision)
 

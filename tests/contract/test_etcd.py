@@ -434,15 +434,18 @@ def test_one_scope_may_run_ahead_of_another_and_each_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize(
-    ("token", "first"),
+    ("token", "first", "puts"),
     [
-        pytest.param("etcd-cluster", "keep_alive", id="the same cluster, and a keep-alive comes first"),
-        pytest.param("etcd-cluster", "read", id="the same cluster, and a read of another thread comes first"),
-        pytest.param("another", "keep_alive", id="another cluster, with the same revisions"),
+        pytest.param("etcd-cluster", "keep_alive", 0, id="the same cluster, and a keep-alive comes first"),
+        pytest.param(
+            "etcd-cluster", "read", 0, id="the same cluster, and a read of another thread comes first"
+        ),
+        pytest.param("another", "keep_alive", 0, id="another cluster, with the same revisions"),
+        pytest.param("etcd-cluster", "keep_alive", 3, id="others have written more since than was lost"),
     ],
 )
 def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
-    single: EtcdCluster, connect: Connect, token: str, first: str
+    single: EtcdCluster, connect: Connect, token: str, first: str, puts: int
 ) -> None:
     """The snapshot holds the lease, so that etcd itself has nothing to say against it."""
     store, reader = connect(single), connect(single)
@@ -454,6 +457,8 @@ def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
     watches = [one.watch(("world",), one.read(("world",)).revision) for one in (store, reader)]
     assert [watch.next(0.1) for watch in watches] == [(), ()]
     single.restore(snapshot, token)
+    for number in range(puts):
+        single.ctl("put", "/other", str(number))
     with pytest.raises(LeaseExpired):
         persist(lambda: store.keep_alive(lease) if first == "keep_alive" else store.read(("world",)))
     with pytest.raises(LeaseExpired):
