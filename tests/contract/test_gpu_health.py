@@ -101,13 +101,13 @@ def test_what_breaks_is_found(ready: Bench, library: FakeLibrary, says: str, exp
 def test_what_was_told_of_one_generation_is_no_fault_in_the_next(ready: Bench, library: FakeLibrary) -> None:
     library.says("ecc 2")
     ready.fail()
-    ready.gpus.told(GPUS[:1])
+    ready.gpus.reported(GPUS[:1])
     ready.fail()
     assert len(ready.faults) == 2, "it is one for another worker of the same generation, too"
     ready.gpus.generation_begins()
     ready.fail()
     assert ready.faults == [GPUS[1]], "no worker of the other one has failed"
-    ready.gpus.told(GPUS)
+    ready.gpus.reported(GPUS)
     ready.gpus.generation_begins()
     ready.fail()
     assert not ready.faults
@@ -124,7 +124,7 @@ def test_nvml_that_hangs_is_waited_for_once_and_its_late_answer_counts_at_the_ne
     assert ready.gpus.waiting
     ready.gpus.overdue()
     assert not ready.gpus.waiting
-    ready.gpus.told(GPUS)
+    ready.gpus.reported(GPUS)
     ready.gpus.generation_begins()
     ready.gpus.worker_failed()
     assert not ready.gpus.waiting, "the first question has no answer yet"

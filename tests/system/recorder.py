@@ -67,6 +67,7 @@ def resume(checkpoint: str) -> int:
     """The step to go on from, reported as `Checkpointer.load` does it."""
     from elastic_agent.worker.steps import progress
 
+    progress.measure_own_time()
     try:
         with open(checkpoint) as file:
             step = int(file.read())

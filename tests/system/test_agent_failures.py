@@ -21,11 +21,11 @@ from .harness import RECORDER, Job, planted
 
 THREADS = (
     "console",
-    "event-file",
     "hang-activity",
     "health-http",
     "heartbeat",
     "io",
+    "log-files",
     "store-lease",
     "store-requests",
     "store-watch",
@@ -33,7 +33,7 @@ THREADS = (
 )
 """All that every agent has; those of stores die in tests/unit/test_threads.py."""
 
-SOME = ("last-saves", "log-files", "log-folders", "node-checks", "notices")
+SOME = ("last-saves", "log-folders", "node-checks", "notices")
 """Those of agents at the end of a job, with --log-dir, with --check, and with a source of notices."""
 
 ELSEWHERE = (
@@ -59,7 +59,7 @@ ELSEWHERE = (
     "rendezvous",
     "store-command",  # of `exclude` and `drain`: tests/unit/test_exclude_command.py
 )
-"""Those of the backlogs (`console`, `event-file`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
+"""Those of the backlogs (`console`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
 lent, for one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the
 process that writes checkpoints, which ends with it, and of torchrun's agent."""
 

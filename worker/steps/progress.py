@@ -17,6 +17,7 @@ import contextlib
 import enum
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
@@ -180,7 +181,8 @@ def measure_own_time() -> None:
     """
     global _waits, _waited_ns
     _own_words()
-    _waits = _waits or watch_waits()
+    # Without torch.distributed all of a step is this rank's own.
+    _waits = _waits or watch_waits() or Waits(threading.get_ident())
     _waited_ns = -1
 
 
