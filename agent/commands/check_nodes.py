@@ -52,7 +52,7 @@ from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config, ConfigError, Problem
 from ..machine.inventory import Machine
 from ..machine.network import Network
-from ..rendezvous_io.store_opening import open_store, store_listener
+from ..rendezvous_io.store_opening import open_store, quiet_torch, store_listener
 from ..workers.processes.helper import job_python
 from ..workers.processes.proc import read
 
@@ -112,6 +112,7 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
     listener = store_listener(config, network.endpoint, network.address)
     hosts, rendezvous = listener is not None, config.rendezvous
     where = ", ".join(map(str, rendezvous.endpoints))
+    quiet_torch()
     show(f"this node hosts the store at {where}" if hosts else f"looking for the store at {where}")
     if rendezvous.may_host:
         # As a store that ends with this check: an agent of the job does not take it for its own.

@@ -19,7 +19,7 @@ from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Option
 from ..configuration.rendezvous import RendezvousConfig
-from ..rendezvous_io.store_opening import open_to_look
+from ..rendezvous_io.store_opening import open_to_look, quiet_torch
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
@@ -76,8 +76,8 @@ def run_command(
 
 @contextlib.contextmanager
 def opened(place: RendezvousConfig) -> Iterator[Store]:
-    """The store there, for a look, without a log line of torch. Raises CannotDo and StoreError."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """The store there, for a look. Raises CannotDo and StoreError."""
+    quiet_torch()
     place.kind.load()
     with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
         yield store

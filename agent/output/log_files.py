@@ -147,7 +147,8 @@ class LogFiles(Backlog[tuple[Callable[[], None], LogFile | None, int]]):
 
     def _open(self, file: LogFile) -> None:
         if self._run is not None:
-            self._run.hold()  # it may have been removed
+            with contextlib.suppress(OSError):  # without locks nothing is deleted, and all is written
+                self._run.hold()  # it may have been removed
         file.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file.fd = os.open(file.path, flags, 0o640)

@@ -176,8 +176,14 @@ def open_store(
     return store
 
 
+def quiet_torch() -> None:
+    """Of a store that does not answer torch writes pages of C++ frames; a command says it in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
     """The store that the agents of a job meet in, for a process that is none of them. Raises StoreError."""
+    quiet_torch()
     places = rendezvous.endpoints
     if not rendezvous.kind.cluster:
         try:

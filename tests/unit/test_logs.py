@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -569,3 +570,13 @@ def test_a_console_that_stands_still_does_not_stop_workers_and_gaps_are_marked_l
         os.write(out, b"moves again\n")
         assert os.read(read, 65536) == b"[n1/0] moves again\n"
         logs.close()
+
+
+def test_where_the_disk_has_no_locks_all_is_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("elastic_agent.agent.output.log_files.fcntl.flock", no_locks)
+    out, _ = rig.worker(rank=0)
+    os.write(out, b"hello\n")
+    eventually(lambda: rig.file("stdout", rank=0) == b"hello\n")
