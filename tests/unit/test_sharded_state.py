@@ -666,3 +666,52 @@ def test_what_cannot_be_carried_is_refused_by_name(alone: None) -> None:
     optimizer.state[next(sharded.parameters())]["blocks"] = torch.zeros(3)
     with pytest.raises(Sharded, match=r"'state.0.weight.blocks' of part 'optimizer' is a plain tensor"):
         ShardedParts({"net": sharded, "optimizer": optimizer}, (), {}).refuse()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_of_the_compiler_are_in_no_copy_of_fsdp1(alone: None) -> None:
+    def compiled(seed: int) -> Parts:
+        torch.manual_seed(seed)
+        net = FullyShardedDataParallel(
+            nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"), nn.Linear(3, 2)),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        return {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}
+
+    old, new = compiled(0), compiled(1)
+    old["model"](torch.ones(1, 3)).sum().backward()
+    old["optimizer"].step()
+    copy = taken(old)
+    assert not [key for key in copy.table.paths if "_orig_mod" in key]
+    ShardedParts(new, (), {}).prepare({0: copy}, 0, 1, 1).apply()
+    for theirs, mine in zip(old["model"].parameters(), new["model"].parameters(), strict=True):
+        assert torch.equal(theirs, mine)
+        assert torch.equal(old["optimizer"].state[theirs]["exp_avg"], new["optimizer"].state[mine]["exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_over_several_modules_of_fsdp1_is_refused_by_name(alone: None) -> None:
+    cpu = torch.device("cpu")
+    encoder, decoder = (FullyShardedDataParallel(nn.Linear(2, 2), device_id=cpu) for _ in range(2))
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    with pytest.raises(Sharded, match="is in another module than its FullyShardedDataParallel"):
+        ShardedParts({"encoder": encoder, "decoder": decoder, "optimizer": optimizer}, (), {}).refuse()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_all_ranks_do_together_comes_before_what_one_may_refuse(alone: None) -> None:
+    order: list[str] = []
+
+    class Sampler:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            order.append("sampler")
+
+    net = fsdp1(None, 0, orig=True)
+    net.register_load_state_dict_post_hook(lambda *_: order.append("model"))
+    parts: Parts = {"sampler": Sampler(), "model": net}
+    ShardedParts(parts, (), {}).prepare({0: taken(parts)}, 0, 1, 1).apply()
+    assert order == ["model", "sampler"]

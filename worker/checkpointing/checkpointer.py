@@ -53,7 +53,7 @@ class Checkpointer:
     Args:
         state: by name, objects with `state_dict` and `load_state_dict` (a DDP model is unwrapped), or plain dicts,
             which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
-            the order given here.
+            the order given here, those with FullyShardedDataParallel first.
         from_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever
             else differs is refused at the first save.
         per_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are

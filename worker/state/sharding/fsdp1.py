@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from ...errors import Sharded
 from ..kinds import is_fsdp1
 from .items import FormCache, Leaf, Taken
 from .leaves import key_of, split
@@ -97,13 +98,26 @@ class Fsdp1OptimizerState(OptimizerState):
         """While a state is loaded, that of now."""
 
     def refuse(self) -> None:
-        """What it keeps is known when torch has given it."""
+        """Raises Sharded. What it keeps is known when torch has given it."""
+        own = set(map(id, self._module.parameters()))
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, weight in enumerate(group[PARAMS]):
+                if id(weight) not in own:
+                    raise Sharded(
+                        f"'param_groups.{number}.params.{index}' of part {self._name!r}, of shape "
+                        f"{tuple(weight.shape)}, is in another module than its FullyShardedDataParallel: torch gives "
+                        "an optimizer's state for one module. Put all modules into one nn.Module, and give that"
+                    )
 
     def take(self, world_size: int, *, shared: bool) -> list[Taken]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         with sharded(self._module):
             state = FullyShardedDataParallel.optim_state_dict(self._module, self._optimizer)
+            # As `get_optimizer_state_dict` does, which says at a load what is expected.
+            state[STATE] = {_without_compiler(name): kept for name, kept in state[STATE].items()}
+            for group in state[GROUPS]:
+                group[PARAMS] = list(map(_without_compiler, group[PARAMS]))
             paths, tensors, others = split(state, (self._name,))
             for path, tensor in zip(paths, tensors, strict=True):
                 refuse(self._name, key_of(path[1:]), tensor)
@@ -154,6 +168,10 @@ class Fsdp1OptimizerState(OptimizerState):
             self._current = None
 
         return apply
+
+
+def _without_compiler(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def module_of(optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module]) -> torch.nn.Module | None:

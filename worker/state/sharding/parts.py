@@ -110,8 +110,10 @@ class ShardedParts:
         if self._shared is None or self._shared[0] != world_size:
             self._shared = (world_size, self._covers(world_size))
         # What one rank refuses of another part must not keep it from coming where all meet.
-        first = sorted(self._states, key=lambda name: not self._states[name].is_collective)
-        found = {name: self._states[name].take(world_size, shared=self._shared[1]) for name in first}
+        found = {
+            name: self._states[name].take(world_size, shared=self._shared[1])
+            for name in self._collective_first()
+        }
         taken = [one for name in self._states for one in found[name]]
         taken.append(self._take_own(rank, own))
         form, tensors = self._joined.join(taken, common=common)
@@ -127,6 +129,9 @@ class ShardedParts:
             if common or not leaf.common
         ]
         return Items(form, tensors, values, bool(self._rules), rank, taken)
+
+    def _collective_first(self) -> list[str]:
+        return sorted(self._states, key=lambda name: not self._states[name].is_collective)
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """With its part, what this rank has of each weight and buffer."""
@@ -196,7 +201,9 @@ class ShardedParts:
                 + ": give Checkpointer the state that was saved, or use another directory"
             )
         reader.read_values()
-        applied = [state.prepare(reader) for state in self._states.values()]
+        prepared = {name: state.prepare(reader) for name, state in self._states.items()}
+        # What one rank cannot put into another part must not keep it from coming where all meet.
+        applied = [prepared[name] for name in self._collective_first()]
         ranks = self._ranks_read(rank, world_size, old_world_size)
         mine = {key: path for key, path in reader.paths.items() if _is_of(path, ranks)}
         reader.read_values(list(mine))
