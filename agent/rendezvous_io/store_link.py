@@ -300,7 +300,7 @@ MAX_ANSWER_BYTES = 8 * 1024
 
 
 class PeerLink:
-    """How many questions are open at once is bounded by the caller (`failure_detector.MOST_AT_ONCE`)."""
+    """How many questions are open at once is bounded by the caller (`liveness.MOST_AT_ONCE`)."""
 
     def __init__(
         self,

@@ -195,12 +195,13 @@ class MembershipView:
 def compared(before: Watched, world: World | None, nodes: Sequence[NodeRecord]) -> Watched:
     if world is None or not world.trains:
         return Watched()
+    members = {member.incarnation: member for member in world.members}
     reports = [
         (node.incarnation, member.first_rank, node.paces)
         for node in nodes
         if node.paces is not None
         and node.paces.generation == world.generation
-        and (member := world.member(node.incarnation)) is not None
+        and (member := members.get(node.incarnation)) is not None
         and len(node.paces.own_us) == member.slots
     ]
     return compare(before, world.generation, world.node_of_ranks, reports)
