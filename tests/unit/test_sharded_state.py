@@ -715,3 +715,17 @@ def test_what_all_ranks_do_together_comes_before_what_one_may_refuse(alone: None
     parts: Parts = {"sampler": Sampler(), "model": net}
     ShardedParts(parts, (), {}).prepare({0: taken(parts)}, 0, 1, 1).apply()
     assert order == ["model", "sampler"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_load_of_fsdp1_that_is_prepared_only_leaves_the_optimizer_without_a_state(alone: None) -> None:
+    old, new = (with_adam(fsdp1(None, seed, orig=True)) for seed in (0, 1))
+    train(old, 1, 1)
+    sharded = ShardedParts(new, (), {})
+    sharded.begin_load()
+    ready = sharded.prepare({0: taken(old)}, 0, 1, 1)
+    assert not new["optimizer"].state
+    ready.apply()
+    assert [one["step"].item() for one in new["optimizer"].state.values()] == [1.0] * len(
+        old["optimizer"].state
+    )

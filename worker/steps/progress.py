@@ -100,7 +100,7 @@ _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
 """Of the page, or private ones. None: this process has not asked for its page yet."""
 _waits: Waits | None = None
-"""What this process waits for other ranks; None: nobody has asked to measure that."""
+"""What this process waits for other ranks; None: the script has not asked to measure that."""
 _waited_ns = -1
 """Of these, until the newest step; -1: no step has ended since the measure began."""
 _refused = False

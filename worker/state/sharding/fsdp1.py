@@ -125,9 +125,15 @@ class Fsdp1OptimizerState(OptimizerState):
             return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
 
     def begin_load(self) -> None:
-        """Where the optimizer has no state yet, torch lets it make one, by a step with a learning rate of 0."""
+        """Where the optimizer has no state yet, torch lets it make one, by a step with a learning rate of 0.
+
+        That one goes again: nothing changes before all ranks have read.
+        """
+        had_state = bool(self._optimizer.state)
         with sharded(self._module):
             self._current = get_optimizer_state_dict(self._module, self._optimizer)
+        if not had_state:
+            self._optimizer.state.clear()
 
     def prepare(self, reader: Reader) -> Callable[[], None]:
         """Name what is wanted; the function puts it into the optimizer. Raises CheckpointMismatch."""

@@ -14,9 +14,9 @@ the same. Manifests, data and temporary files bear the name of the run that wrot
       which would have to overwrite it in time, this run is refused.
     4 Who only reads changes nothing, not even these two files.
 
-Where no lock works (NFS without one, Lustre mounted without `flock`, some FUSE) nobody waits, and what holds instead is
+Where no lock works (NFS without one, Lustre mounted without `flock`, some FUSE) no run waits, and what holds instead is
 this. Who has loaded takes over, up to the step that it loaded, and says so in `owner.json` before it changes anything.
-Whoever it has replaced looks there right before each rename and each deletion, and is refused from then on. What that
+The run that was replaced looks there right before each rename and each deletion, and is refused from then on. What that
 one could still save bears its name: the new owner deletes none of it, and is refused where it is newer. Within a run
 generations are fenced (`commit_permission`). What remains is a process that stands still in the microseconds between
 such a look and its rename, and a file server that shows one machine an old `owner.json` for some seconds.
