@@ -265,6 +265,10 @@ def remembered(
             ],
             7,
         ),
+        # the same, but the node of rank 1 is gone: a save of long ago is no better for having its random state
+        ([[remembered(8, 0), Remembered(memory(2), ()), remembered(7, 0, is_there=False)], []], 8),
+        # rank 1 is there, and has not ended its first step since the load
+        ([[remembered(8, 0), Remembered(memory(7, 0), ())], []], 7),
         # rank 1 had failed when this was copied, and lost no step to it
         ([[remembered(8, 0, partial=True), remembered(7, 0, 1)], []], 8),
         # nobody can have all random states: rank 1's node is gone

@@ -248,8 +248,9 @@ def _named(kind: str, which: Sequence[object]) -> str:
 # equals the memory.
 #
 # Ranks copy without waiting for each other, so the newest copy may be one that some rank did not come to. It counts
-# only when every rank's random state after it is known, unless the world has changed its size, there is no other, or
-# it is partial, made after a rank had failed: then that rank's random numbers are others than they would have been.
+# only when every rank's random state after it is known, unless the world has changed its size, there is no other, it
+# is partial, made after a rank had failed, or a rank is lost with its node: then that rank's random numbers are others
+# than they would have been.
 #
 # Where no rank has anything in memory the newest step on any disk wins, of one step the newest generation's.
 #
@@ -396,16 +397,21 @@ def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
 
 
 def _counts(header: Header, offers: Sequence[Offer]) -> bool:
-    """Whether every rank can go on from it with its own random state, or could not be expected to."""
+    """Whether every rank can go on from it with its own random state, or could not be expected to.
+
+    A rank that has noted none of this generation's states, where others have noted two, is lost with its node.
+    """
     if not header.rng_holes or header.partial or header.world_size != len(offers):
         return True
-    known = {
-        one.rank
+    noted = {
+        (one.rank, one.version)
         for offer in offers
         for one in offer.noted
-        if (one.version, one.world_size) == (header.version, header.world_size)
+        if (one.version[0], one.world_size) == (header.generation, header.world_size)
     }
-    return known.issuperset(range(header.world_size))
+    ranks = set(range(header.world_size))
+    is_node_lost = {rank for rank, _ in noted} != ranks and len({version for _, version in noted}) > 1
+    return is_node_lost or {rank for rank, version in noted if version == header.version} == ranks
 
 
 def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
