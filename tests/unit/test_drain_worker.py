@@ -258,8 +258,12 @@ def test_between_steps_a_process_that_can_keep_its_state_alone_says_so(scene: Sc
     assert scene.reported == [(StepStatus.PAUSING, 120)]
 
 
-def test_if_one_part_cannot_be_kept_alone_the_others_are_waited_for_at_the_next_step(scene: Scene) -> None:
-    progress.checkpointers.add("there", DrainSaver(scene.kept, saves_alone=False))
+@pytest.mark.parametrize("savers", [{"here": True, "there": False}, {}], ids=["one part", "by the script"])
+def test_what_may_not_be_kept_alone_waits_for_all_ranks_at_the_next_step(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, savers: dict[str, bool]
+) -> None:
+    some = {name: DrainSaver(scene.kept, saves_alone=alone) for name, alone in savers.items()}
+    monkeypatch.setattr(progress, "checkpointers", taking_part(**some))
     progress.step(120)
     scene.announce()
     poll()

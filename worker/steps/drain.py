@@ -63,8 +63,12 @@ def end_of_step(step: int, savers: Sequence[DrainSaver]) -> None:
 
 
 def between_steps(step: int, savers: Sequence[DrainSaver]) -> None:
-    """A change waits, and the step after `step` has not been begun. Raises Drained if `step` was the last one."""
-    alone = all(saver.saves_alone for saver in savers)
+    """A change waits, and the step after `step` has not been begun. Raises Drained if `step` was the last one.
+
+    Other ranks may be in a collective, and never come here. Where the state is kept by all ranks together, which a
+    script without a Checkpointer may do, the change waits for the next step.
+    """
+    alone = bool(savers) and all(saver.saves_alone for saver in savers)
     _ask(step, savers, StepStatus.PAUSING if alone else StepStatus.FINISHED)
 
 
