@@ -50,7 +50,8 @@ MOST_FORMER_RUNS = 64
 """Of which the newest steps count: what more of them have left stays."""
 _MOST_BYTES = 64 << 10
 
-LOCK_WAIT_S = 60.0
+LOCK_WAIT_S = 120.0
+"""A job that is told to stop may take 80 s by default, and an NFS server has a lock 90 s after its machine has gone."""
 SHARE_OF_TIMEOUT = 0.8
 """And of the process group's timeout: the other ranks wait for it in a collective, which must not end first."""
 _LOOK_S = 0.2
