@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.commit import commit, new_attempt
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
-from elastic_agent.worker.storage.disk.sharded.parts import Part, write_part
+from elastic_agent.worker.storage.disk.parts import Part, write_part
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots

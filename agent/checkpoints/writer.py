@@ -32,11 +32,10 @@ from ...codec import Invalid
 from ...rendezvous.node.transactions import RETRY
 from ...threads import Thread
 from ...worker.errors import CheckpointError, Fenced, SaveFailed
-from ...worker.storage.disk.background_write import outcome_of, write_copy
 from ...worker.storage.disk.checkpoint_files import CheckpointFiles
+from ...worker.storage.disk.commit import commit
 from ...worker.storage.disk.commit_permission import CommitPermission
-from ...worker.storage.disk.sharded.commit import commit
-from ...worker.storage.disk.sharded.parts import Part, refuse_part, write_held
+from ...worker.storage.disk.parts import Part, outcome_of, refuse_part, write_copy, write_held
 from ...worker.storage.memory.slot_folders import SlotFolder
 from ...worker.storage.memory.slots import HeldSlot, Slots
 from ...worker.wire.channel import receive, send

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.checkpoints import processes
-from elastic_agent.worker.storage.disk import async_save
+from elastic_agent.worker.storage.disk import async_save, sharded_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.storage.disk.sharded import shard_saver
-from elastic_agent.worker.storage.disk.sharded.commit import new_attempt
-from elastic_agent.worker.storage.disk.sharded.shard_saver import ShardedSave
+from elastic_agent.worker.storage.disk.commit import new_attempt
+from elastic_agent.worker.storage.disk.sharded_save import ShardedSave
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES, WorkerEnv
 from elastic_agent.worker.wire.messages import (
     MAX_BYTES,
@@ -256,7 +255,7 @@ def test_a_part_that_never_comes_is_named_after_a_while(
     nodes: list[Node], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(shard_saver, "CommitOrder", lambda *order: CommitOrder(*order[:-2], 0.3))
+        patched.setattr(sharded_save, "CommitOrder", lambda *order: CommitOrder(*order[:-2], 0.3))
         nodes[0].begin(attempt_of(nodes, 10), 10)
     nodes[0].agent.turn()
     committed, part = nodes[0].finish()

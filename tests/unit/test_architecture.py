@@ -42,7 +42,6 @@ worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
-worker/storage/disk/sharded: worker/errors worker/wire worker/state/sharding worker/storage/memory worker/storage/disk
 worker/checkpointing/loading: worker/errors worker/wire worker/steps worker/ranks worker/storage/memory \
     worker/storage/disk
 worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps worker/ranks \
@@ -50,12 +49,12 @@ worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps
 worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk worker/checkpointing/loading worker/checkpointing/saving
 worker/checkpointing/sharded: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
-    worker/storage/memory worker/storage/disk worker/storage/disk/sharded worker/storage/replication \
+    worker/storage/memory worker/storage/disk worker/storage/replication \
     worker/checkpointing/loading worker/checkpointing/saving
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
 worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/ranks worker/storage/memory \
-    worker/storage/disk worker/storage/disk/sharded worker/storage/replication worker/checkpointing/loading \
+    worker/storage/disk worker/storage/replication worker/checkpointing/loading \
     worker/checkpointing/saving worker/checkpointing/sharded
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 rendezvous/text:

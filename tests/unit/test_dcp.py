@@ -42,8 +42,8 @@ from elastic_agent.worker.errors import (
     SaveFailed,
     StepNotGrowing,
 )
-from elastic_agent.worker.storage.disk import directory_lock
-from elastic_agent.worker.storage.disk.sharded import shared_directory
+from elastic_agent.worker.storage.disk import commit as commit_module
+from elastic_agent.worker.storage.disk import ownership
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import NAMES, WorkerEnv
@@ -237,7 +237,7 @@ def under_agents(rank: int, folder: Path, runs: str) -> None:
 
 
 def not_shared(rank: int, folder: Path) -> None:
-    shared_directory.LOOK_S = 0.2
+    commit_module.SEEN_WITHIN_S = 0.2
     runs = folder / f"of-{rank}"
     with pytest.raises(CheckpointException) as caught:
         save(1, str(runs), 1)
@@ -575,7 +575,7 @@ def test_the_step_that_was_loaded_may_be_saved_again_and_none_before_it(
     """A script that ended behind its last save trains nothing when it is started again."""
     runs = str(tmp_path)
     if not locks:
-        monkeypatch.setattr(directory_lock.fcntl, "flock", no_lock)
+        monkeypatch.setattr(ownership.fcntl, "flock", no_lock)
     begin("run-a", 1)
     save_one(1, runs, 5)
     begin(run, 2)

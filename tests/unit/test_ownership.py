@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
-from elastic_agent.worker.storage.disk import checkpoint_files, directory_lock, durable, ownership
+from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.ownership import Ownership
@@ -121,7 +121,7 @@ def power_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without them."""
-    monkeypatch.setattr(directory_lock.Lock, "take", lambda self, dir_fd: True)
+    monkeypatch.setattr(ownership.Lock, "take", lambda self, dir_fd: True)
 
 
 # ---------------------------------------------------------------- the value
@@ -189,7 +189,7 @@ class Interrupted:
         self._left = at
         self._then = then
         self.happened = False
-        for module in (checkpoint_files, ownership, directory_lock, durable, files):
+        for module in (checkpoint_files, ownership, durable, files):
             monkeypatch.setattr(module, "os", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -516,7 +516,7 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As groups of ranks that save apart. The other one has the lock for itself until its name is in it."""
-    directory, share = tmp_path / "new", directory_lock.Lock._share
+    directory, share = tmp_path / "new", ownership.Lock._share
 
     def make(path: str) -> None:
         if not directory.exists():
@@ -524,7 +524,7 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
             fcntl.flock(other := open(directory / "owner.lock", "w"), fcntl.LOCK_EX)  # noqa: SIM115
             others.append(other)
 
-    def look(lock: directory_lock.Lock, file: Any) -> bool:
+    def look(lock: ownership.Lock, file: Any) -> bool:
         found = share(lock, file)
         for other in others:
             print(A, end="", file=other, flush=True)
@@ -534,7 +534,7 @@ def test_two_processes_of_one_run_may_make_the_directory_at_once(
 
     others: list[Any] = []
     monkeypatch.setattr(ownership, "make_directory", make)
-    monkeypatch.setattr(directory_lock.Lock, "_share", look)
+    monkeypatch.setattr(ownership.Lock, "_share", look)
     Job(directory, A).save(10)
     assert steps(directory) == {10: A.id}
 

@@ -34,8 +34,9 @@ from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.storage.disk import commit as commit_module
+from elastic_agent.worker.storage.disk import sharded_save
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
-from elastic_agent.worker.storage.disk.sharded import shard_saver, shared_directory
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
 from elastic_agent.worker.storage.replication.copy_rule import CopyVerdict
@@ -108,7 +109,7 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
         agents = {"MEMORY": memory, "MEMORY_BYTES": 1 << 30, "NODE": "n", "RUN": "run-a", "WRITES": "/none"}
         for name, value in agents.items():
             patched.setenv(f"ELASTIC_AGENT_{name}", str(value))
-        patched.setattr(shard_saver, "LEAST_S", 9.0)
+        patched.setattr(sharded_save, "LEAST_S", 9.0)
         first = checkpoints(1)
         first.load()
         assert first.save_to_memory(1)
@@ -235,7 +236,7 @@ def check_directories(rank: int, folder: str, model: nn.Module) -> None:
     """Copies in memory are found by the directory's name: with two a lost node would send training back to step 0."""
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_directory, "LOOK_S", 0.2)
+        patched.setattr(commit_module, "SEEN_WITHIN_S", 0.2)
         patched.setattr(sharded_saves.logger, "warning", lambda text, *_: told.append(text))
         with pytest.raises(
             DirectoryNotShared, match=rf"{folder}/of-0 on rank 0 and {folder}/of-1 on rank 1, and"

@@ -17,9 +17,18 @@ import pytest
 
 from elastic_agent.worker.errors import BadCheckpoint, Fenced, OtherRun, SaveFailed, Unconfirmed
 from elastic_agent.worker.state.sharding.table import Table
-from elastic_agent.worker.storage.disk import shard_files
+from elastic_agent.worker.storage.disk import parts, shard_files
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.commit import (
+    commit,
+    new_attempt,
+    not_shared,
+    remove_mark,
+    sees_mark,
+    write_mark,
+)
 from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.parts import Part, own_rows, refuse_part, write_held, write_part
 from elastic_agent.worker.storage.disk.shard_files import (
     METADATA_NAME,
     FileList,
@@ -27,16 +36,6 @@ from elastic_agent.worker.storage.disk.shard_files import (
     RankFile,
     data_name,
     rank_file_name,
-)
-from elastic_agent.worker.storage.disk.sharded import parts
-from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
-from elastic_agent.worker.storage.disk.sharded.own_rows import own_rows
-from elastic_agent.worker.storage.disk.sharded.parts import Part, refuse_part, write_held, write_part
-from elastic_agent.worker.storage.disk.sharded.shared_directory import (
-    not_shared,
-    remove_mark,
-    sees_mark,
-    write_mark,
 )
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.wire.files import checksum

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import BadCheckpoint
-from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership, shard_files
+from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership, parts, shard_files
+from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.storage.disk.sharded import commit as commit_module
-from elastic_agent.worker.storage.disk.sharded import parts
 from elastic_agent.worker.wire import files
 from tests.shards import RUN, check, nodes, save_all
 

@@ -28,12 +28,11 @@ from ..state.sharding.items import Form, Items
 from ..state.sharding.layout import ShardLayout, ShardLayouts
 from ..steps import progress
 from ..storage.disk.async_save import DiskSaver
-from ..storage.disk.background_write import refusal_of
 from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.disk.commit import make_attempt, new_attempt, not_shared, sees_mark
 from ..storage.disk.manifests import Manifest, manifest_of, manifest_steps
-from ..storage.disk.sharded.commit import make_attempt, new_attempt
-from ..storage.disk.sharded.shard_saver import ShardedSave
-from ..storage.disk.sharded.shared_directory import not_shared, sees_mark
+from ..storage.disk.parts import refusal_of
+from ..storage.disk.sharded_save import ShardedSave
 from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
 from ..storage.memory.slot_memory import CopyUnderWay
 from ..storage.memory.slots import HeldSlot, Slots

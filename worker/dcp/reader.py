@@ -35,9 +35,9 @@ from ..ranks.group import Group, current_group, raise_together
 from ..state.sharding.reading import OpenCopy
 from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.disk.dcp_index import index_of
 from ..storage.disk.manifests import Manifest
 from ..storage.disk.shard_files import DiskCopy
-from ..storage.disk.sharded.dcp_index import index_of
 from ..storage.memory.copy_header import FoundCopy
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv

@@ -20,7 +20,7 @@ from ..errors import SaveFailed, StepNotGrowing
 from ..steps import progress
 from ..storage.disk.manifests import Manifest, step_number
 from ..storage.disk.shard_files import data_name
-from ..storage.disk.sharded.shard_saver import ShardedSave
+from ..storage.disk.sharded_save import ShardedSave
 from ..wire.messages import SaveResult
 from ..wire.run import Run
 from .decision import SaveDecision, SaveRequest, decide

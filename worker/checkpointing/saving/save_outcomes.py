@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import current_group, together
 from ...storage.disk.async_save import DiskSaver
-from ...storage.disk.background_write import refusal_of
 from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.parts import refusal_of
 from ...storage.memory.slots import CopyLost
 from .slot_copies import SlotCopies
 

@@ -16,8 +16,8 @@ from ...errors import CheckpointError
 from ...ranks.group import Group, all_did, current_group
 from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.sharded.commit import new_token
-from ...storage.disk.sharded.shard_saver import ShardedSave
+from ...storage.disk.commit import new_token
+from ...storage.disk.sharded_save import ShardedSave
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv

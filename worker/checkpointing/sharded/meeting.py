@@ -12,7 +12,7 @@ from ....codec import Checked, Text
 from ...errors import CheckpointError
 from ...ranks.comparison import DIGEST_BYTES
 from ...ranks.group import Group
-from ...storage.disk.sharded.commit import TOKEN_BYTES
+from ...storage.disk.commit import TOKEN_BYTES
 from ...storage.replication.copy_rule import READINESS_BYTES, Readiness
 
 _DIGEST_CHARS = 16

@@ -19,8 +19,8 @@ from ...state.sharding.layout import ShardLayout
 from ...steps import progress
 from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.sharded.commit import new_token
-from ...storage.disk.sharded.shard_saver import ShardedSave
+from ...storage.disk.commit import new_token
+from ...storage.disk.sharded_save import ShardedSave
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.memory.slots import NoRoom
 from ...storage.replication.copy_rule import (

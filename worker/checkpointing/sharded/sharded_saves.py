@@ -15,11 +15,10 @@ from ...ranks.group import Group, because, together
 from ...state.sharding.table import Table
 from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.sharded.commit import new_attempt
-from ...storage.disk.sharded.dcp_index import metadata_of
-from ...storage.disk.sharded.own_rows import own_rows
-from ...storage.disk.sharded.shard_saver import ShardedSave
-from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, sees_mark, write_mark
+from ...storage.disk.commit import new_attempt, not_shared, remove_mark, sees_mark, write_mark
+from ...storage.disk.dcp_index import metadata_of
+from ...storage.disk.parts import own_rows
+from ...storage.disk.sharded_save import ShardedSave
 from .meeting import Met
 
 

@@ -9,7 +9,7 @@ later copy takes it. The writer belongs to the agent and goes on when this proce
 reached, stands still, or is not done after a time that any disk would do, that thread takes the write back and does it
 itself.
 
-What is to be written, a state that is the same on all ranks (`WholeSave`) or shards (`sharded/shard_saver`), is a
+What is to be written, a state that is the same on all ranks (`WholeSave`) or shards (`sharded_save`), is a
 `Save`: one `Task` or more.
 """
 
@@ -45,10 +45,10 @@ from ...wire.messages import (
     WriteOutcome,
 )
 from ..memory.slots import HeldSlot, Slots
-from .background_write import outcome_of, write_copy
 from .checkpoint_files import CheckpointFiles
 from .commit_permission import CommitPermission
 from .manifests import Manifest
+from .parts import outcome_of, write_copy
 
 logger = logging.getLogger(__name__)
 

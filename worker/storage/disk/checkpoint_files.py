@@ -28,7 +28,7 @@ fsync a success. Files are opened below one directory descriptor and never throu
 One process at a time writes (rank 0); any number may read. No torch here, and no collectives: see `checkpointer`.
 
 A sharded checkpoint is a directory in the place of the data file (see `shard_files`), which the ranks of all nodes
-fill (see `sharded/parts` and `sharded/commit`). All that is said here of data holds for it, too.
+fill (see `parts` and `commit`). All that is said here of data holds for it, too.
 """
 
 from __future__ import annotations

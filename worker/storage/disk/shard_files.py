@@ -11,7 +11,7 @@
 The manifest has the digest of `files.json`, so that it vouches for every byte and stays as small as any other. A copy
 is verified as it is read, piece by piece: no rank reads more of another rank's file than it needs.
 
-A rank whose shards another one has too, a *twin*, writes only what it has for itself (see `own_rows`).
+A rank whose shards another one has too, a *twin*, writes only what it has for itself (see `parts`).
 """
 
 from __future__ import annotations

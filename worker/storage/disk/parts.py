@@ -1,4 +1,7 @@
-"""One rank's part of a sharded checkpoint: its data file, durable, and then the small file that says what it is.
+"""Brings copies in memory to the disk: as the disk writer does it, and the worker itself where that cannot be asked.
+
+A copy of a whole state becomes a checkpoint in the order of `checkpoint_files`. A rank's copy of a sharded one becomes
+its part of an attempt: its data file, durable, and then the small file that says what it is.
 
     1 write the data under a temporary name, fsync it       3 write the rank's file in the same way
     2 rename it to its final name                           4 rename that: the part is there
@@ -7,7 +10,9 @@ The names are made durable by the one that commits, which looks at them all and 
 directory of the attempt is its own: a writer of the past can do no harm in it, and a later save removes it. So the
 questions of `CheckpointFiles` are asked only so that nothing large is written for nothing.
 
-No torch here: the disk writer imports this module.
+A worker that has died is no reason not to write. One that lives and no longer waits cancels its order: from then on
+nothing is published, for it may have gone on to newer checkpoints by itself. What it takes to read all of a copy gives
+its slot the checksums, too. No torch here: the disk writer imports this module.
 """
 
 from __future__ import annotations
@@ -18,18 +23,21 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
-from ....errors import Fenced, OtherRun, SaveFailed
-from ....state.sharding.table import Table, aligned
-from ....wire.files import open_directory, open_own_directory, read_whole, remove, replace_file
-from ....wire.messages import MAX_REASON_CHARS
-from ...memory.copy_header import Header
-from ...memory.slots import PIECE_BYTES, HeldSlot, Slots
-from ..checkpoint_files import CheckpointFiles
-from ..durable import make_directory, write_durably
-from ..shard_files import MAX_RANK_FILE_BYTES, RankFile, RefusedName, check_size, data_name, rank_file_name
-from .own_rows import own_rows
+from ... import errors
+from ...errors import CheckpointError, Fenced, OtherRun, SaveFailed
+from ...state.sharding.table import Shard, Table, Value, aligned, own_key
+from ...wire.files import open_directory, open_own_directory, read_whole, remove, replace_file
+from ...wire.messages import MAX_REASON_CHARS, WriteOutcome
+from ..memory.copy_header import Header
+from ..memory.slots import PIECE_BYTES, HeldSlot, Slots
+from .checkpoint_files import CheckpointFiles
+from .durable import make_directory, write_durably
+from .manifests import Manifest
+from .shard_files import MAX_RANK_FILE_BYTES, RankFile, RefusedName, check_size, data_name, rank_file_name
+
+_Row = TypeVar("_Row", Shard, Value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,37 @@ class Part:
     attempt: str
     generation: int
     twin_of: int | None = None
+
+
+def write_copy(
+    files: CheckpointFiles, slots: Slots, held: HeldSlot, generation: int, may_change: Callable[[], None]
+) -> Manifest:
+    """Make the copy a durable checkpoint. Raises what `CheckpointFiles.write` and `may_change` raise."""
+    header = held.header
+    sums: list[int] = []
+
+    def pour(sink: BinaryIO) -> None:
+        with (
+            mmap.mmap(held.stream.fileno(), header.size, prot=mmap.PROT_READ) as mapping,
+            memoryview(mapping) as view,
+        ):
+            for offset in range(0, header.size, PIECE_BYTES):
+                with view[offset : offset + PIECE_BYTES] as piece:
+                    sink.write(piece)
+                    sums.append(zlib.crc32(piece))
+
+    manifest = files.write(
+        header.step,
+        generation=generation,
+        world_size=header.world_size,
+        serialize=pour,
+        may_change=may_change,
+    )
+    if not header.sums:
+        with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
+            slots.add_sums(held, tuple(sums))
+    files.publish(manifest, may_change)
+    return manifest
 
 
 def write_held(
@@ -187,6 +226,49 @@ def _write_own(
     return write_part(files, part, smaller, pour, may_change).header.size
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """What a rank writes of a copy whose shards a lower rank writes, too: what it has for itself alone.
+
+    In HSDP each replica group has the same shards, and each rank its own random state. `table` is that of the new copy;
+    `ranges` are the places of its archives in the old one, as offset and length.
+    """
+
+    table: Table
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def end(self) -> int:
+        """Where the table lies."""
+        return sum(map(aligned, (length for _, length in self.ranges)))
+
+
+def own_rows(table: Table, rank: int) -> OwnRows:
+    """A function of the table alone: whoever writes DCP's index finds out the same places."""
+    places: dict[tuple[int, int], int] = {}
+    """By its place in the old copy: tensors that are tied have one archive."""
+    end = 0
+
+    def moved(row: _Row) -> _Row:
+        nonlocal end
+        place = row.begin, row.length
+        if place not in places:
+            places[place], end = end, end + aligned(row.length)
+        begin = places[place]
+        if isinstance(row, Shard):
+            return replace(row, begin=begin, data=begin + row.data - row.begin)
+        return replace(row, begin=begin)
+
+    shards = tuple(moved(row) for row in table.shards if _is_of(rank, row.key))
+    values = tuple(moved(row) for row in table.values if _is_of(rank, row.key))
+    paths = {key: path for key, path in table.paths.items() if _is_of(rank, key)}
+    return OwnRows(Table(shards, values, paths), tuple(places))
+
+
+def _is_of(rank: int, key: str) -> bool:
+    return key.startswith(own_key(rank, ""))
+
+
 class _Sums:
     """The checksums of the pieces of what went by, whatever the size in which it came."""
 
@@ -226,3 +308,24 @@ class _Both:
 
     def flush(self) -> None:
         """Nothing is buffered here."""
+
+
+# ---------------------------------------------------------------- how a write ended
+
+
+def refusal_of(outcome: WriteOutcome) -> CheckpointError | None:
+    """None when the checkpoint is durable."""
+    if not outcome.error:
+        return None
+    kind = getattr(errors, outcome.error, None)
+    if isinstance(kind, type) and issubclass(kind, CheckpointError):
+        return kind(outcome.reason)
+    return SaveFailed(f"{outcome.error}: {outcome.reason}")
+
+
+def outcome_of(step: int, error: Exception, directory: str) -> WriteOutcome:
+    reason = str(error) or repr(error)
+    if isinstance(error, CheckpointError):
+        return WriteOutcome(step, error=type(error).__name__, reason=reason[:MAX_REASON_CHARS])
+    text = f"step {step} not saved in {directory}: {reason}"
+    return WriteOutcome(step, error=SaveFailed.__name__, reason=text[:MAX_REASON_CHARS])

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ....state.sharding.leaves import Path
-from ....state.sharding.reading import dtype_of
-from ....state.sharding.table import Table
-from ..shard_files import data_name
+from ...state.sharding.leaves import Path
+from ...state.sharding.reading import dtype_of
+from ...state.sharding.table import Table
+from .shard_files import data_name
 
 
 def metadata_of(tables: Mapping[int, Table]) -> bytes:

@@ -15,18 +15,20 @@ No torch here.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from ....errors import Fenced, OtherRun, SaveFailed
-from ....wire.files import open_directory, open_own_directory, read_whole, remove
-from ....wire.messages import MAX_REASON_CHARS, CommitOrder
-from ..checkpoint_files import CheckpointFiles
-from ..durable import make_directory, write_durably
-from ..manifests import Manifest
-from ..shard_files import (
+from ...errors import DirectoryNotShared, Fenced, OtherRun, SaveFailed
+from ...wire.files import open_directory, open_own_directory, read_whole, remove
+from ...wire.messages import MAX_REASON_CHARS, CommitOrder
+from ...wire.run import Run
+from .checkpoint_files import CheckpointFiles
+from .durable import make_directory, write_durably
+from .manifests import ATTEMPT_NAME, Manifest
+from .shard_files import (
     LIST_NAME,
     LOOKING_THREADS,
     MAX_RANK_FILE_BYTES,
@@ -199,3 +201,59 @@ def _put(files: CheckpointFiles, there: int, name: str, content: bytes) -> FileS
     write_durably(there, temporary, lambda sink: sink.write(content))
     os.rename(temporary, name, src_dir_fd=there, dst_dir_fd=there)
     return FileSum.of(content)
+
+
+# ---------------------------------------------------------------- one directory for all nodes
+#
+#     if rank == 0: token = write_mark(directory, run)
+#     ...                                   # all ranks get the token, and gather `sees_mark(directory, token)`
+#     if rank == 0: remove_mark(directory, token)
+#
+# A mark that its writer has died over is a temporary file like any other, and removed with those. The directory of an
+# attempt, which one rank has made, serves as a mark, too: its name is the token.
+
+SEEN_WITHIN_S = 3.0
+"""How long a rank looks: a file system over the network may show a new name a moment later."""
+_PAUSE_S = 0.1
+_MARK = re.compile(r"tmp-00000000-000000000000-[A-Za-z0-9._-]{1,128}-[0-9a-f]{8}\.json")
+
+
+def write_mark(directory: str, run: Run) -> str:
+    """Its name, which is the token. Raises OSError."""
+    token = f"tmp-{0:08d}-{0:012d}-{run.id}-{os.urandom(4).hex()}.json"
+    make_directory(directory)
+    with open_directory(directory) as dir_fd:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(token, flags, 0o666, dir_fd=dir_fd))
+    return token
+
+
+def sees_mark(
+    directory: str,
+    token: str,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Whether this node has the directory in which the token was written; waits `SEEN_WITHIN_S` before it says no."""
+    if not (_MARK.fullmatch(token) or ATTEMPT_NAME.fullmatch(token)):
+        return False
+    deadline = clock() + SEEN_WITHIN_S
+    while True:
+        with suppress(OSError), open_directory(directory) as dir_fd:
+            os.stat(token, dir_fd=dir_fd, follow_symlinks=False)
+            return True
+        if clock() >= deadline:
+            return False
+        sleep(_PAUSE_S)
+
+
+def remove_mark(directory: str, token: str) -> None:
+    with suppress(OSError), open_directory(directory) as dir_fd:
+        remove(dir_fd, token)
+
+
+def not_shared(directory: str, rank: int, node: str) -> DirectoryNotShared:
+    return DirectoryNotShared(
+        f"a sharded state is not saved in {directory}: rank {rank} on node {node or 'unknown'} does not see there what "
+        "rank 0 has written. Every node writes its own shards, so use a directory on a file system that all nodes share"
+    )
