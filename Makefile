@@ -81,7 +81,7 @@ frameworks:  ## transformers, Lightning, Accelerate, TorchX and Ultralytics, unm
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt '.[frameworks]' \
-	    pytest pytest-timeout matplotlib opencv-python-headless polars psutil requests
+	    pytest pytest-timeout hypothesis matplotlib opencv-python-headless polars psutil requests
 	# By itself it would bring torchvision, whose wheels need a torch that is built for GPUs.
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt --no-deps \
 	    ultralytics ultralytics-thop
