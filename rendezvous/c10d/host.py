@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...codec import Invalid
 from ...threads import Thread
 from ..errors import Compacted, StoreClosed, StoreUnavailable
 from ..records import WORLD_KEY, World
@@ -34,7 +35,6 @@ from ..store.memory import MemoryStore
 from ..store.wire import (
     PENDING_S,
     Caller,
-    CallInvalid,
     Changes,
     LongPoll,
     Refused,
@@ -183,7 +183,7 @@ class C10dHost(MemoryStore):
     def _handle(self, raw: bytes) -> None:
         try:
             request = decode_request(raw)
-        except CallInvalid as error:
+        except Invalid as error:
             self.dropped += 1
             # Once: any program that reaches the port can push as many as it likes.
             _log.log(
@@ -191,8 +191,6 @@ class C10dHost(MemoryStore):
                 "c10d store dropped a message: %s",
                 error,
             )
-            if error.caller is not None:
-                self._answer(error.caller, Refused("StoreError", f"the host refused the call: {error}"))
             return
         if not self._admit(request.caller):
             self.dropped += 1

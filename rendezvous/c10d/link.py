@@ -6,8 +6,8 @@ it was given. So a link owns two connections and two threads that may hang as lo
     c10d-sender      takes calls from an outbox and pushes them to the host
     c10d-receiver    pops the replies and gives each to the thread that waits for its id
 
-All other threads only ever wait on a queue of their own, with their own deadline. A link never recovers: at the first
-error it is broken, and all threads that wait get `LinkBroken`. Opening another one is up to the store.
+All other threads only ever wait for a future, with their own deadline. A link never recovers: at the first error it is
+broken, and all threads that wait get `LinkBroken`. Opening another one is up to the store.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import logging
 import queue
 import socket
 import threading
-from dataclasses import dataclass
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from ...codec import Invalid
 from ...threads import Thread
-from ..errors import StoreClosed, StoreError, StoreMismatch, StoreUnavailable
+from ..errors import StoreError, StoreMismatch, StoreUnavailable
 from ..store.wire import (
     REQUEST_LIMIT_BYTES,
     Call,
@@ -60,17 +60,6 @@ class PortClosed(StoreError):
     """The host's address refuses connections."""
 
 
-Answer: TypeAlias = Result | LinkBroken | StoreClosed
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCall:
-    """A call under way: the first answer counts, also when it is that we stopped waiting."""
-
-    id: int
-    answers: queue.SimpleQueue[Answer]
-
-
 class Link:
     def __init__(self, sending: TCPStore, receiving: TCPStore, host: str, client: str, number: int) -> None:
         self.host = host
@@ -80,7 +69,7 @@ class Link:
         self.number = number
         self._replies = reply_queue(client, number)
         self._ids = itertools.count(1)
-        self._asked: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._asked: dict[int, Future[Result]] = {}
         self._asking = threading.Lock()
         self._outbox: queue.Queue[tuple[str, bytes] | None] = queue.Queue(OUTBOX)
         failed = partial(self._end, "a thread of the connection has failed")
@@ -91,10 +80,10 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, call: Call) -> PendingCall:
+    def ask(self, call: Call) -> Future[Result]:
         """Send the call; its answer comes later. Raises StoreError when it cannot even be sent."""
-        asked = PendingCall(next(self._ids), queue.SimpleQueue())
-        message = encode_request(Request(Caller(self._client, self.number, asked.id), call))
+        number, answer = next(self._ids), Future[Result]()
+        message = encode_request(Request(Caller(self._client, self.number, number), call))
         if len(message) > REQUEST_LIMIT_BYTES:
             raise StoreError(
                 f"a call of {len(message)} bytes is too long for the c10d store, at most {REQUEST_LIMIT_BYTES}; "
@@ -102,21 +91,16 @@ class Link:
             )
         with self._asking:
             if self.broken:
-                asked.answers.put(LinkBroken("the connection to the host of the c10d store had ended"))
-                return asked
+                answer.set_exception(LinkBroken("the connection to the host of the c10d store had ended"))
+                return answer
             try:
                 self._outbox.put_nowait((REQUEST_QUEUE, message))
             except queue.Full as error:
                 raise StoreUnavailable(
                     f"{OUTBOX} calls wait for a host that does not take any: it hangs or cannot be reached"
                 ) from error
-            self._asked[asked.id] = asked.answers
-        return asked
-
-    def forget(self, asked: PendingCall) -> None:
-        """Drop the answer to this call if it still comes."""
-        with self._asking:
-            self._asked.pop(asked.id, None)
+            self._asked[number] = answer
+        return answer
 
     def close(self, wait_s: float = 0.0) -> None:
         """End the conversation; all that wait get LinkBroken. The threads end when the host lets them."""
@@ -130,8 +114,9 @@ class Link:
                 return
             self.broken = True
             waiting, self._asked = self._asked, {}
-        for answers in waiting.values():
-            answers.put(LinkBroken(reason))
+        for answer in waiting.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(LinkBroken(reason))
         try:
             for last in (*farewell, None):
                 self._outbox.put_nowait(last)
@@ -164,9 +149,9 @@ class Link:
                 _log.warning("dropped a reply of the c10d store: %s", error)
                 continue
             with self._asking:
-                answers = self._asked.pop(reply.id, None)
-            if answers is not None:
-                answers.put(reply.result)
+                answer = self._asked.pop(reply.id, None)
+            if answer is not None and answer.set_running_or_notify_cancel():
+                answer.set_result(reply.result)
 
 
 def probe_port(address: str, port: int, timeout_s: float) -> None:

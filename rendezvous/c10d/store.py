@@ -17,12 +17,11 @@ what comes late over the older link. A `Link` may hang; nothing here waits for o
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 import time
 import uuid
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
@@ -60,11 +59,12 @@ from ..store.wire import (
     KeepAlive,
     LongPoll,
     Refused,
+    Result,
     Revoke,
     Transact,
     refused,
 )
-from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_port
+from .link import Link, LinkBroken, PortClosed, open_link, probe_port
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -89,6 +89,16 @@ class _Opening:
         """For who waits, unless there is an answer already."""
         if not self.link.done():
             self.link.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call under way."""
+
+    link: Link
+    answer: Future[Result]
+    within_s: float
+    deadline: float
 
 
 class C10dStore(Store):
@@ -152,23 +162,22 @@ class C10dStore(Store):
         return store
 
     def grant(self, ttl_s: float) -> LeaseId:
-        deadline = time.monotonic() + self._request_timeout_s
-        link, asked = self._ask(Grant(ttl_s))
-        lease = self._answer(link, asked, Granted, deadline).lease
-        self._granted_by = link.host
+        asked = self._ask(Grant(ttl_s))
+        lease = self._answer(asked, Granted).lease
+        self._granted_by = asked.link.host
         return lease
 
     def keep_alive(self, lease: LeaseId) -> None:
-        self._call(KeepAlive(lease), Done)
+        self._answer(self._ask(KeepAlive(lease)), Done)
 
     def revoke(self, lease: LeaseId) -> None:
-        self._call(Revoke(lease), Done)
+        self._answer(self._ask(Revoke(lease)), Done)
 
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
-        return self._call(Transact(compares, writes), Outcome)
+        return self._answer(self._ask(Transact(compares, writes)), Outcome)
 
     def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-        return self._call(Read(scopes, oldest_under), Snapshot)
+        return self._answer(self._ask(Read(scopes, oldest_under)), Snapshot)
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
         return _C10dWatch(self, scopes, after_revision)
@@ -180,19 +189,10 @@ class C10dStore(Store):
         if link is not None:
             link.close(wait_s=1.0)
 
-    def _call(self, call: Call, expected: type[R]) -> R:
-        deadline = time.monotonic() + self._request_timeout_s
-        link, asked = self._ask(call)
-        return self._answer(link, asked, expected, deadline)
-
-    def _answer(self, link: Link, asked: PendingCall, expected: type[R], deadline: float) -> R:
-        try:
-            answer = asked.answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise self._no_answer(link, asked, self._request_timeout_s) from None
-        return self._understood(answer, expected, deadline)
-
-    def _ask(self, call: Call) -> tuple[Link, PendingCall]:
+    def _ask(self, call: Call, pending_s: float = 0.0) -> _Asked:
+        """The host may take `pending_s` to answer, besides what every call may take."""
+        within_s = pending_s + self._request_timeout_s
+        deadline = time.monotonic() + within_s
         with self._lock:
             link = self._link
         if self._closed:
@@ -203,31 +203,28 @@ class C10dStore(Store):
                 f"the agent that hosts the c10d store on {self._where} was started again, and the leases of the "
                 "first store went with it"
             )
-        return link, link.ask(call)
+        return _Asked(link, link.ask(call), within_s, deadline)
 
-    def _no_answer(self, link: Link, asked: PendingCall, waited_s: float) -> StoreUnavailable:
-        link.forget(asked)
-        with self._lock:
-            self._start_opening()
-        return StoreUnavailable(
-            f"the host of the c10d store, {self._where}, gave no answer for {waited_s:g} s: it hangs, or the "
-            "network to it is cut; what was asked may have been done: read before asking again"
-        )
-
-    def _understood(self, answer: object, expected: type[R], deadline: float) -> R:
-        match answer:
-            case expected():
-                return answer
-            case Refused():
-                raise refused(answer)
-            case LinkBroken():
-                self._go_over_to_new_link(deadline)
-                raise StoreUnavailable(
-                    f"the connection to the c10d store on {self._where} was cut ({answer}), and made again; "
-                    "what was asked may have been done: read before asking again"
-                )
-            case StoreClosed():
-                raise StoreClosed(str(answer))
+    def _answer(self, asked: _Asked, expected: type[R]) -> R:
+        try:
+            answer = asked.answer.result(max(0.0, asked.deadline - time.monotonic()))
+        except FutureTimeout:
+            with self._lock:
+                self._start_opening()
+            raise StoreUnavailable(
+                f"the host of the c10d store, {self._where}, gave no answer for {asked.within_s:g} s: it hangs, or the "
+                "network to it is cut; what was asked may have been done: read before asking again"
+            ) from None
+        except LinkBroken as broken:
+            self._go_over_to_new_link(min(asked.deadline, time.monotonic() + self._request_timeout_s))
+            raise StoreUnavailable(
+                f"the connection to the c10d store on {self._where} was cut ({broken}), and made again; "
+                "what was asked may have been done: read before asking again"
+            ) from broken
+        if isinstance(answer, Refused):
+            raise refused(answer)
+        if isinstance(answer, expected):
+            return answer
         raise StoreMismatch(
             f"the c10d store on {self._where} answered with {type(answer).__name__} where {expected.__name__} "
             "was expected: run the same version of elastic-agent on every node"
@@ -312,13 +309,6 @@ class C10dStore(Store):
         return f"{self._address}:{self._port}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    link: Link
-    asked: PendingCall
-    deadline: float
-
-
 class _C10dWatch(Watch):
     """One `LongPoll` after another; the one under way outlives a `next` that times out."""
 
@@ -328,50 +318,41 @@ class _C10dWatch(Watch):
         self._after = after_revision
         self._host: str | None = None
         """Whose revisions it counts."""
-        self._waiting: _Waiting | None = None
+        self._asked: _Asked | None = None
         self._closed = False
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
-        store, until = self._store, time.monotonic() + timeout_s
-        answer_timeout_s = store._request_timeout_s
+        until = time.monotonic() + timeout_s
         while True:
-            waiting = self._waiting
-            if waiting is None:
-                now = time.monotonic()
-                link, asked = self._ask()
-                waiting = self._waiting = _Waiting(link, asked, now + PENDING_S + answer_timeout_s)
-            if self._closed:  # looked at after `_waiting` is set: `close` does the reverse
+            asked = self._asked = self._asked or self._ask()
+            if self._closed:  # looked at after `_asked` is set: `close` does the reverse
                 raise StoreClosed("the watch was closed")
-            now = time.monotonic()
             try:
-                answer = waiting.asked.answers.get(timeout=max(0.0, min(until, waiting.deadline) - now))
-            except queue.Empty:
-                if time.monotonic() < waiting.deadline:
+                asked.answer.exception(max(0.0, min(until, asked.deadline) - time.monotonic()))
+            except CancelledError:
+                raise StoreClosed("the watch was closed") from None
+            except FutureTimeout:
+                if time.monotonic() < asked.deadline:
                     return ()
-                self._waiting = None
-                raise store._no_answer(waiting.link, waiting.asked, PENDING_S + answer_timeout_s) from None
-            self._waiting = None
-            news = store._understood(answer, Changes, time.monotonic() + answer_timeout_s)
+            self._asked = None
+            news = self._store._answer(asked, Changes)
             self._after = news.revision
             if news.changes:
                 return news.changes
 
-    def _ask(self) -> tuple[Link, PendingCall]:
+    def _ask(self) -> _Asked:
         """Raises Compacted when another host answers: its revisions are others."""
         store = self._store
         try:
-            link, asked = store._ask(LongPoll(self._scopes, self._after))
+            asked = store._ask(LongPoll(self._scopes, self._after), PENDING_S)
         except LeaseExpired as error:
             raise Compacted(str(error)) from error
-        if self._host not in (None, link.host):
-            link.forget(asked)
+        if self._host not in (None, asked.link.host):
             raise Compacted(f"the agent that hosts the c10d store on {store._where} was started again")
-        self._host = link.host
-        return link, asked
+        self._host = asked.link.host
+        return asked
 
     def close(self) -> None:
         self._closed = True
-        waiting = self._waiting
-        if waiting is not None:
-            waiting.link.forget(waiting.asked)
-            waiting.asked.answers.put(StoreClosed("the watch was closed"))
+        if (asked := self._asked) is not None:
+            asked.answer.cancel()

@@ -28,14 +28,6 @@ PENDING_S = 30.0
 """A `LongPoll` without a change is answered after this long, and so renewed by clients that still live."""
 
 
-class CallInvalid(Invalid):
-    """A call that is not one of ours. `caller` is None when that cannot be read either."""
-
-    def __init__(self, problem: str, caller: Caller | None = None) -> None:
-        super().__init__(problem)
-        self.caller = caller
-
-
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
     lease: LeaseId
@@ -168,14 +160,10 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(raw: bytes) -> Request:
-    """Raises CallInvalid."""
-    caller: Caller | None = None
-    try:
-        body = _CALLS.load(raw)
-        caller = from_plain(Caller, {name: body.pop(name, None) for name in ("client", "link", "id")})
-        return Request(caller, _CALLS.unpack(body))
-    except Invalid as error:
-        raise CallInvalid(str(error), caller) from error
+    """Raises Invalid."""
+    body = _CALLS.load(raw)
+    caller = from_plain(Caller, {name: body.pop(name, None) for name in ("client", "link", "id")})
+    return Request(caller, _CALLS.unpack(body))
 
 
 def encode_reply(reply: Reply) -> bytes:

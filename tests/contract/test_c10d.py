@@ -41,7 +41,6 @@ from elastic_agent.rendezvous.store.wire import (
     Caller,
     Done,
     LongPoll,
-    Refused,
     Reply,
     Request,
     Transact,
@@ -580,18 +579,6 @@ def test_garbage_in_the_request_queue_is_counted_and_dropped(
         stranger.queue_push(REQUEST_QUEUE, junk)
         eventually(lambda count=count: host.dropped == count, f"dropped {junk[:60]!r}")  # type: ignore[misc]
         assert store.read(("",)).entries == ()
-
-
-@pytest.mark.parametrize("junk", [encoded("shutdown"), encoded(**READ | {"v": SCHEMA + 1})])
-def test_a_call_the_host_does_not_know_is_refused_with_the_reason(
-    c10d_host: tuple[C10dHost, int], junk: bytes
-) -> None:
-    client = raw_client(c10d_host[1])
-    client.queue_push(REQUEST_QUEUE, junk)
-    reply = decode_reply(client.queue_pop(reply_queue(STRANGER, 1)))
-    assert reply.id == 1
-    assert isinstance(reply.result, Refused)
-    assert "shutdown" in reply.result.text or f"reads {SCHEMA}" in reply.result.text
 
 
 def test_replies_to_nobody_and_garbage_in_a_reply_queue_are_passed_over(
