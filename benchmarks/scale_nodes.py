@@ -377,7 +377,7 @@ def _identity(number: int) -> NodeRecord:
 
 
 def connect_etcd(host: str, port: int) -> Store:
-    from elastic_agent.rendezvous.etcd.access import PREFIX
+    from elastic_agent.rendezvous.etcd import PREFIX
     from elastic_agent.rendezvous.etcd.store import EtcdStore
     from elastic_agent.rendezvous.store.store_kind import Access
 

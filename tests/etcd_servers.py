@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.rendezvous.etcd.access import PREFIX
+from elastic_agent.rendezvous.etcd import PREFIX
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.store_kind import Access
 from tests.stopping import stop

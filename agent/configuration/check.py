@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.etcd import ETCD
 from ...rendezvous.records import Endpoint
 from .config import (
     MAX_NODES,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
-from ...rendezvous.etcd.kind import ETCD
-from ...rendezvous.local.kind import LOCAL
+from ...rendezvous.etcd import ETCD
+from ...rendezvous.local import LOCAL
 from ...worker.ranks.cluster_environment import first_node, port_of
 from ..common.folders import pool_folder, pool_folder_here
 from .check import check_relations

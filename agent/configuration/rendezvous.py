@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...rendezvous.c10d.kind import C10D
-from ...rendezvous.etcd.access import PREFIX
-from ...rendezvous.etcd.kind import ETCD
-from ...rendezvous.local.kind import LOCAL
+from ...rendezvous.c10d import C10D
+from ...rendezvous.etcd import ETCD, PREFIX
+from ...rendezvous.local import LOCAL
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.memory import MEMORY
 from ...rendezvous.store.store_kind import StoreKind

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from ...rendezvous.errors import RendezvousError, StoreError
-from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.etcd import ETCD
 from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Result
 from ...rendezvous.store.interface import Store

@@ -26,9 +26,6 @@ from ..errors import StoreRefused
 from ..store.store_kind import Access, Tls
 from .rpc import Rpc
 
-PREFIX = "/elastic-agent"
-
-
 RESOLVE_PAUSE_S = 1.0
 """Trouble comes in bursts; names are not asked more often than this."""
 

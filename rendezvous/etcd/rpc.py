@@ -1,6 +1,6 @@
-"""Loads gRPC and the messages of etcd's API, as its `rpc.proto` and `kv.proto` (3.4 and newer) declare them.
+"""Loads gRPC and the messages of etcd's API, which `etcd.proto` declares.
 
-The messages are declared in a pool of our own, so that they share a process with those of any other client of etcd, and
+The messages are in a pool of our own, so that they share a process with those of any other client of etcd, and
 load with every implementation of protobuf. What etcd has besides is left out: a reader skips fields that it does not
 know.
 
@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,61 +26,7 @@ from ..errors import StoreRefused
 PACKAGE = "elastic_agent.etcd"
 """Names are no part of what is sent."""
 
-PROTO = """
-message KeyValue {
-  bytes key = 1; int64 create_revision = 2; int64 mod_revision = 3; int64 version = 4; bytes value = 5; int64 lease = 6;
-}
-message Event {
-  enum EventType { PUT = 0; DELETE = 1; }
-  EventType type = 1; KeyValue kv = 2; KeyValue prev_kv = 3;
-}
-message ResponseHeader { uint64 cluster_id = 1; uint64 member_id = 2; int64 revision = 3; uint64 raft_term = 4; }
-message RangeRequest {
-  enum SortOrder { NONE = 0; ASCEND = 1; DESCEND = 2; }
-  enum SortTarget { KEY = 0; VERSION = 1; CREATE = 2; MOD = 3; VALUE = 4; }
-  bytes key = 1; bytes range_end = 2; int64 limit = 3; int64 revision = 4; SortOrder sort_order = 5;
-  SortTarget sort_target = 6; bool serializable = 7; bool keys_only = 8; bool count_only = 9;
-}
-message RangeResponse { ResponseHeader header = 1; repeated KeyValue kvs = 2; bool more = 3; int64 count = 4; }
-message PutRequest { bytes key = 1; bytes value = 2; int64 lease = 3; }
-message PutResponse { ResponseHeader header = 1; KeyValue prev_kv = 2; }
-message DeleteRangeRequest { bytes key = 1; bytes range_end = 2; }
-message DeleteRangeResponse { ResponseHeader header = 1; int64 deleted = 2; }
-message RequestOp {
-  oneof request {
-    RangeRequest request_range = 1; PutRequest request_put = 2; DeleteRangeRequest request_delete_range = 3;
-  }
-}
-message ResponseOp {
-  oneof response {
-    RangeResponse response_range = 1; PutResponse response_put = 2; DeleteRangeResponse response_delete_range = 3;
-  }
-}
-message Compare {
-  enum CompareResult { EQUAL = 0; GREATER = 1; LESS = 2; NOT_EQUAL = 3; }
-  enum CompareTarget { VERSION = 0; CREATE = 1; MOD = 2; VALUE = 3; LEASE = 4; }
-  CompareResult result = 1; CompareTarget target = 2; bytes key = 3;
-  oneof target_union { int64 version = 4; int64 create_revision = 5; int64 mod_revision = 6; bytes value = 7; }
-}
-message TxnRequest { repeated Compare compare = 1; repeated RequestOp success = 2; repeated RequestOp failure = 3; }
-message TxnResponse { ResponseHeader header = 1; bool succeeded = 2; repeated ResponseOp responses = 3; }
-message WatchCreateRequest {
-  bytes key = 1; bytes range_end = 2; int64 start_revision = 3; bool progress_notify = 4;
-}
-message WatchRequest { oneof request_union { WatchCreateRequest create_request = 1; } }
-message WatchResponse {
-  ResponseHeader header = 1; int64 watch_id = 2; bool created = 3; bool canceled = 4; int64 compact_revision = 5;
-  string cancel_reason = 6; repeated Event events = 11;
-}
-message LeaseGrantRequest { int64 TTL = 1; int64 ID = 2; }
-message LeaseGrantResponse { ResponseHeader header = 1; int64 ID = 2; int64 TTL = 3; string error = 4; }
-message LeaseRevokeRequest { int64 ID = 1; }
-message LeaseRevokeResponse { ResponseHeader header = 1; }
-message LeaseKeepAliveRequest { int64 ID = 1; }
-message LeaseKeepAliveResponse { ResponseHeader header = 1; int64 ID = 2; int64 TTL = 3; }
-message AuthenticateRequest { string name = 1; string password = 2; }
-message AuthenticateResponse { ResponseHeader header = 1; string token = 2; }
-"""
+PROTO = Path(__file__).with_name("etcd.proto")
 
 _TOKEN = re.compile(
     r"(?P<block>message|enum|oneof) (?P<name>\w+) \{"
@@ -103,14 +50,14 @@ def _messages() -> Any:
 
 
 def _declared(descriptor_pb2: Any) -> Any:
-    """PROTO as protoc would describe it."""
+    """`PROTO` as protoc would describe it."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
     field_type = descriptor_pb2.FieldDescriptorProto.Type
     label = descriptor_pb2.FieldDescriptorProto.Label
     message: Any = None
     enum: Any = None
     in_oneof = False
-    for found in _TOKEN.finditer(PROTO):
+    for found in _TOKEN.finditer(PROTO.read_text()):
         if found["block"] == "message":
             message = file.message_type.add(name=found["name"])
         elif found["block"] == "enum":

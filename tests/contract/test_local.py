@@ -92,7 +92,7 @@ def end(process: subprocess.Popen[str]) -> None:
 COUNTER = """
 import sys
 from pathlib import Path
-from elastic_agent.rendezvous.local.kind import LOCAL
+from elastic_agent.rendezvous.local import LOCAL
 from elastic_agent.rendezvous.store.interface import Compare, Put
 from elastic_agent.rendezvous.store.store_kind import Access
 print("ready", flush=True)

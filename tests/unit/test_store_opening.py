@@ -49,7 +49,7 @@ sys.exit(" ".join({"torch", "grpc"} & set(sys.modules)) or 0)
 
 
 def test_each_store_with_a_folder_can_be_chosen_and_has_a_place_in_the_contract() -> None:
-    folders = {kind.parent.name for kind in ROOT.glob("rendezvous/*/kind.py")}
+    folders = {store.parent.name for store in ROOT.glob("rendezvous/*/store.py")}
     assert folders | {"memory"} == set(STORES)
     assert {name.partition("-")[0] for name in KINDS} == set(STORES) | {"scoped"}
 
