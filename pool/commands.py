@@ -210,7 +210,7 @@ def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
         return ExitCode.SUCCESS
     if (ended := outcome.entries[1]) is None:
         raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is cancelled already, and about to end")
-    result = JobResult.from_json(ended.key, ended.value)
+    result = JobResult.read(ended.key, ended.value)
     how = f"{result.outcome.value}, {result.reason}"
     raise CannotDo(ExitCode.NO_JOB, f"job {job.job} has ended already: {how}")
 

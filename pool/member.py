@@ -16,17 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from ..rendezvous.node.transactions import RETRY, PendingRequest
+from ..rendezvous.node.transactions import RETRY, PendingRequest, WriteRecord
 from ..rendezvous.store.interface import (
     Answer,
     Change,
     Compare,
-    Delete,
     Entry,
     Grant,
     LeaseId,
     Outcome,
-    Put,
     Read,
     Request,
     Snapshot,
@@ -50,19 +48,6 @@ log = logging.getLogger(__name__)
 
 DUPLICATE_TTLS = 3.0
 """A record under our name that outlives so many times to live belongs to a live daemon."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriteNode:
-    """This node's record, under its lease."""
-
-    compares: tuple[Compare, ...]
-    record: PoolNode
-    lease: LeaseId
-
-    @property
-    def writes(self) -> tuple[Put | Delete, ...]:
-        return (Put(self.record.key, self.record.to_json(), self.lease),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +166,7 @@ class PoolMember:
         if self.subscription is None:
             return Read(SCOPES)
         if self._written != self.record:
-            return WriteNode((Compare(self.record.key, self._own_revision),), self.record, self.lease)
+            return WriteRecord(Compare(self.record.key, self._own_revision), self.record, self.lease)
         if not self.coordinates:
             return None
         decision = self._decide(self.view.pool(self._lost(now)), self._wall())
@@ -215,7 +200,7 @@ class PoolMember:
                 self.view.read(answer)
                 self._see_own(self.view.entry(self.record.key), now)
                 self.subscription = Subscription(SCOPES, answer.revision)
-            elif isinstance(request, WriteNode) and isinstance(answer, Outcome):
+            elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
                 if answer.succeeded:
                     self._written = request.record
                 self._see_own(answer.entries[0], now)
@@ -277,7 +262,7 @@ class PoolMember:
             self._own_revision = 0
             return
         self._own_revision = entry.mod_revision
-        record = PoolNode.from_json(entry.key, entry.value)
+        record = PoolNode.read(entry.key, entry.value)
         if record.incarnation == self.record.incarnation:
             self._written = record
             return

@@ -21,9 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
-from ..codec import AtMost, Count, Document, Invalid, Positive, Text, Within
+from ..codec import AtMost, Count, Positive, Text, Within
 from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.records import Endpoint
+from ..rendezvous.records import Record as StoredRecord
 from ..rendezvous.store.interface import Change, Entry, Snapshot
 from ..rendezvous.text import Name, clean, line
 
@@ -67,13 +68,12 @@ Word = Annotated[str, Text(MAX_WORD)]
 Words = Annotated[tuple[Word, ...], AtMost(MOST_WORDS)]
 Reason = Annotated[str, line(MAX_REASON)]
 
-_R = TypeVar("_R", bound="Record")
 
-
-class Record:
+class Record(StoredRecord):
     """Base of what has a key of its own. What is read and what is written is checked in the same way."""
 
     __slots__ = ()
+    schema: ClassVar[int] = SCHEMA
     most_chars: ClassVar[int] = MAX_RECORD_CHARS
 
     @property
@@ -82,17 +82,12 @@ class Record:
 
     def to_json(self) -> str:
         """Raises RecordInvalid for what its readers would refuse."""
-        text = Document(type(self), SCHEMA, self.most_chars).encode(self)
-        self.from_json(self.key, text)
+        text = super().to_json()
+        self.read(self.key, text)
         return text
 
-    @classmethod
-    def from_json(cls: type[_R], key: str, text: str) -> _R:
-        """Raises RecordInvalid."""
-        try:
-            return Document(cls, SCHEMA, cls.most_chars).decode(text)
-        except Invalid as error:
-            raise RecordInvalid(key, str(error)) from error
+
+_R = TypeVar("_R", bound=Record)
 
 
 class Outcome(enum.Enum):
@@ -379,7 +374,7 @@ class PoolView:
 
     def _see(self, key: str, entry: Entry | None) -> None:
         if key == PLAN_KEY:
-            self.plan = Plan.from_json(key, entry.value) if entry is not None else Plan()
+            self.plan = Plan.read(key, entry.value) if entry is not None else Plan()
             self.plan_revision = entry.mod_revision if entry is not None else 0
             return
         prefix = next((prefix for prefix in RECORDS if key.startswith(prefix)), None)
@@ -389,7 +384,7 @@ class PoolView:
         if entry is None:
             return
         try:
-            record = RECORDS[prefix].from_json(key, entry.value)
+            record = RECORDS[prefix].read(key, entry.value)
             if record.key != key:
                 raise RecordInvalid(key, f"it is the record of {record.key!r}")
             self._records[key] = entry, record

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Within, shown
 from ..health.hang_report import HangProbe, HangReport, HangSuspicion
@@ -65,21 +65,24 @@ def life_of(incarnation: str) -> str:
     return incarnation.partition(".")[0]
 
 
-_Self = TypeVar("_Self", bound="_Record")
+_Self = TypeVar("_Self", bound="Record")
 
 
-class _Record:
+class Record:
     """Base of what has a key of its own in the store, or is an answer."""
 
     __slots__ = ()
+    schema: ClassVar[int] = SCHEMA
+    most_chars: ClassVar[int] = MAX_RECORD_BYTES
 
     def to_json(self) -> str:
-        return Document(type(self), SCHEMA, MAX_RECORD_BYTES).encode(self)
+        return Document(type(self), self.schema, self.most_chars).encode(self)
 
     @classmethod
-    def _read(cls: type[_Self], key: str, text: str) -> _Self:
+    def read(cls: type[_Self], key: str, text: str) -> _Self:
+        """Raises RecordInvalid."""
         try:
-            return Document(cls, SCHEMA, MAX_RECORD_BYTES).decode(text)
+            return Document(cls, cls.schema, cls.most_chars).decode(text)
         except Invalid as error:
             raise RecordInvalid(key, str(error)) from error
 
@@ -171,7 +174,7 @@ class Condition(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRecord(_Record):
+class NodeRecord(Record):
     """What one node reports about itself, under its lease."""
 
     node: Name
@@ -234,7 +237,7 @@ class NodeRecord(_Record):
 
     @staticmethod
     def from_json(key: str, text: str) -> NodeRecord:
-        record = NodeRecord._read(key, text)
+        record = NodeRecord.read(key, text)
         if key != node_key(record.node):
             raise RecordInvalid(key, f"it is the record of node {record.node!r}")
         return record
@@ -360,7 +363,7 @@ class Standby:
 
 
 @dataclass(frozen=True, slots=True)
-class World(_Record):
+class World(Record):
     """The ordered members of one generation, and the phase this generation is in."""
 
     job: Name
@@ -461,11 +464,11 @@ class World(_Record):
 
     @staticmethod
     def from_json(text: str) -> World:
-        return World._read(WORLD_KEY, text)
+        return World.read(WORLD_KEY, text)
 
 
 @dataclass(frozen=True, slots=True)
-class StopAt(_Record):
+class StopAt(Record):
     """Under `STOP_KEY`: all workers of `generation` end after this step, which none of them can have passed."""
 
     generation: Positive
@@ -475,22 +478,22 @@ class StopAt(_Record):
 
     @staticmethod
     def from_json(text: str) -> StopAt:
-        return StopAt._read(STOP_KEY, text)
+        return StopAt.read(STOP_KEY, text)
 
 
 @dataclass(frozen=True, slots=True)
-class DrainRequest(_Record):
+class DrainRequest(Record):
     """Under `drain_key`: an operator asks this life of the node's agent to leave the job. It means no other life."""
 
     incarnation: Name
 
     @staticmethod
     def from_json(key: str, text: str) -> DrainRequest:
-        return DrainRequest._read(key, text)
+        return DrainRequest.read(key, text)
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStatus(_Record):
+class PeerStatus(Record):
     """An agent's answer to a peer that asks over HTTP who it is. Ages are counted when it answers."""
 
     node: Name
@@ -504,7 +507,7 @@ class PeerStatus(_Record):
 
     @staticmethod
     def from_json(text: str) -> PeerStatus:
-        return PeerStatus._read(INTRODUCTION, text)
+        return PeerStatus.read(INTRODUCTION, text)
 
 
 def standbys_among(nodes: Iterable[NodeRecord], ended: int) -> tuple[Standby, ...]:

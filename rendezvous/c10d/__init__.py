@@ -7,14 +7,10 @@ from collections.abc import Callable
 
 from ..records import World
 from ..store.interface import Store
-from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
+from ..store.store_kind import Access, StoreKind
 
 PORT = 29400
 """torchrun's default for c10d, so that a host name alone means the same to both."""
-
-LEAST_ANSWER_TIMEOUT_S = 0.5
-"""With a host that does not answer. A connection that was reset is found out only by asking again, and there must be
-time for that before the lease is no proof any more."""
 
 
 def _connect(access: Access) -> Store:
@@ -23,10 +19,9 @@ def _connect(access: Access) -> Store:
     from .store import C10dStore
 
     (endpoint,) = access.endpoints
-    answer_timeout_s = access.timeout_s
-    if access.lease_ttl_s is not None:
-        answer_timeout_s = max(LEAST_ANSWER_TIMEOUT_S, access.lease_ttl_s / KEEP_ALIVES_PER_TTL)
-    return C10dStore.connect(endpoint.address, endpoint.port, access.job, access.timeout_s, answer_timeout_s)
+    return C10dStore.connect(
+        endpoint.address, endpoint.port, access.job, access.timeout_s, access.answer_timeout_s
+    )
 
 
 def _load() -> object:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..store.interface import Store
-from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
+from ..store.store_kind import Access, StoreKind
 
-LEAST_ANSWER_TIMEOUT_S = 0.5
 LOOKING_S = 3.0
 """For how long a process that only looks waits for the store: on one machine it is there, or about to be."""
 
 
 def _connect(access: Access) -> Store:
-    from .store import REQUEST_TIMEOUT_S, LocalStore
+    from .store import LocalStore
 
-    if access.lease_ttl_s is None:
-        timeout_s = min(access.timeout_s, LOOKING_S)
-        return LocalStore.connect(_file_of(access), timeout_s, max(access.timeout_s, REQUEST_TIMEOUT_S))
-    return LocalStore.connect(_file_of(access), access.timeout_s, _answer_timeout_s(access))
+    timeout_s = access.timeout_s if access.lease_ttl_s is not None else min(access.timeout_s, LOOKING_S)
+    return LocalStore.connect(_file_of(access), timeout_s, access.answer_timeout_s)
 
 
 def _load() -> object:
@@ -30,11 +27,7 @@ def _load() -> object:
 def _offer(access: Access) -> Store:
     from .store import LocalStore
 
-    return LocalStore.offer(_file_of(access), access.timeout_s, _answer_timeout_s(access))
-
-
-def _answer_timeout_s(access: Access) -> float:
-    return max(LEAST_ANSWER_TIMEOUT_S, (access.lease_ttl_s or 0.0) / KEEP_ALIVES_PER_TTL)
+    return LocalStore.connect(_file_of(access), access.timeout_s, access.answer_timeout_s, make=True)
 
 
 def _file_of(access: Access) -> Path:

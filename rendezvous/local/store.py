@@ -104,7 +104,7 @@ def store_file(folder: Path, job: str) -> Path:
 
 
 class LocalStore(Store):
-    """One process' way into the file. Made by `connect` and `offer`."""
+    """One process' way into the file. Made by `connect`."""
 
     def __init__(self, file: Path, request_timeout_s: float, *, make: bool = False) -> None:
         """Raises StoreUnavailable, StoreRefused and StoreMismatch."""
@@ -143,16 +143,12 @@ class LocalStore(Store):
 
     @classmethod
     def connect(
-        cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S
+        cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S, *, make: bool = False
     ) -> LocalStore:
-        """The store that a daemon has made, or will make soon. Raises StoreUnavailable when `timeout_s` seconds of
-        trying were not enough, StoreRefused and StoreMismatch at once."""
-        return _retried(lambda: cls(file, request_timeout_s), timeout_s)
-
-    @classmethod
-    def offer(cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S) -> LocalStore:
-        """The same for a daemon, which makes the store where there is none."""
-        return _retried(lambda: cls(file, request_timeout_s, make=True), timeout_s)
+        """The store that a daemon has made, or will make soon; a daemon has to `make` it where there is none. Raises
+        StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreRefused and StoreMismatch at once."""
+        until = time.monotonic() + timeout_s
+        return retry_connect(lambda: cls(file, request_timeout_s, make=make), until, random.Random())
 
     def _opened(self) -> sqlite3.Connection:
         place = f"file:{quote(str(self.file))}?mode=rw"
@@ -291,15 +287,9 @@ class LocalStore(Store):
 
     def _within(self, work: Callable[[sqlite3.Connection], R]) -> R:
         """All of the work, or nothing. Raises sqlite3.Error."""
-        with self._alone() as database:
-            try:
-                database.execute("BEGIN IMMEDIATE")
-                result = work(database)
-                database.execute("COMMIT")
-                return result
-            finally:
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
+        with self._alone() as database, database:
+            database.execute("BEGIN IMMEDIATE")
+            return work(database)
 
     @contextmanager
     def _alone(self) -> Iterator[sqlite3.Connection]:
@@ -316,12 +306,9 @@ class LocalStore(Store):
         self._check()
         with self._meaning(), self._alone() as database:
             self._end_due(database)
-            database.execute("BEGIN")
-            try:
+            with database:
+                database.execute("BEGIN")
                 yield database
-            finally:
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
 
     def _end_due(self, database: sqlite3.Connection) -> None:
         """End the leases that are due, if that can be done now without waiting for anything."""
@@ -330,15 +317,13 @@ class LocalStore(Store):
             return
         try:
             database.execute("PRAGMA busy_timeout = 0")
-            database.execute("BEGIN IMMEDIATE")
-            for lease in _due(database):
-                _end_lease(database, lease)
-            database.execute("COMMIT")
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                for lease in _due(database):
+                    _end_lease(database, lease)
             self.ring()
         except sqlite3.OperationalError:
             self._sweeps_after = now + BUSY_S
-            if database.in_transaction:
-                database.execute("ROLLBACK")
         finally:
             database.execute(f"PRAGMA busy_timeout = {int(self._timeout_s * 1000)}")
 
@@ -475,12 +460,6 @@ class _LocalWatch(Watch):
     def _close_bell(self) -> None:
         if self._bell is not None:
             self._bell.close()
-
-
-def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
-    found = list[LocalStore]()
-    retry_connect(lambda: found.append(open_it()), time.monotonic() + timeout_s, random.Random())
-    return found[0]
 
 
 def _checked(file: Path) -> tuple[int, int]:

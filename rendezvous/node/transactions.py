@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from ..records import STOP_KEY, WORLD_KEY, NodeRecord, StopAt, World
+from ..records import STOP_KEY, WORLD_KEY, Record, StopAt, World
 from ..store.interface import Compare, Delete, LeaseId, Put, Request
 
 MOST_EVICTED = 32
 """With one write: each costs the store two operations, and a whole rack may be lost at once."""
 
 
+R = TypeVar("R", bound=Record)
+
+
 @dataclass(frozen=True, slots=True)
-class WriteRecord:
+class WriteRecord(Generic[R]):
+    """What a node reports about itself: of a job, or of a pool."""
+
     compare: Compare
-    record: NodeRecord
+    record: R
     lease: LeaseId
 
     @property

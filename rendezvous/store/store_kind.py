@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import StoreRefused, StoreUnavailable
 from ..records import Endpoint, World
@@ -23,6 +24,9 @@ from .interface import Store
 KEEP_ALIVES_PER_TTL = 5
 """Several may be lost before the lease counts as bad at 0.6 of its time to live. A store answers within the time
 between two of them, or not at all."""
+LEAST_ANSWER_TIMEOUT_S = 0.5
+"""With a store that does not answer. A connection that was reset is found out only by asking again, and there must be
+time for that before the lease is no proof any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,13 @@ class Access:
     prefix: str = ""
     tls: Tls | None = None
     login: Login | None = None
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """For how long to wait for one answer."""
+        if self.lease_ttl_s is None:
+            return self.timeout_s
+        return max(LEAST_ANSWER_TIMEOUT_S, self.lease_ttl_s / KEEP_ALIVES_PER_TTL)
 
     @property
     def where(self) -> str:
@@ -125,19 +136,20 @@ class StoreKind:
         return self.name
 
 
+R = TypeVar("R")
+
 PAUSE_S = 0.25
 """Between two tries, drawn from zero to this: all nodes of a job start together."""
 
 log = logging.getLogger(__name__)
 
 
-def retry_connect(try_once: Callable[[], object], deadline: float, rng: random.Random) -> None:
+def retry_connect(try_once: Callable[[], R], deadline: float, rng: random.Random) -> R:
     """Returns as soon as `try_once` does. Raises its StoreUnavailable at the deadline, and other errors at once."""
     logged = ""
     while True:
         try:
-            try_once()
-            return
+            return try_once()
         except StoreRefused:
             raise
         except StoreUnavailable as error:

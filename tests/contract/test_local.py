@@ -46,7 +46,7 @@ def offer(file: Path) -> Iterator[Callable[..., LocalStore]]:
     with ExitStack() as ends:
 
         def make(timeout_s: float = PATIENCE_S) -> LocalStore:
-            return ends.enter_context(closing(LocalStore.offer(file, PATIENCE_S, timeout_s)))
+            return ends.enter_context(closing(LocalStore.connect(file, PATIENCE_S, timeout_s, make=True)))
 
         yield make
 
@@ -132,7 +132,7 @@ import sys
 from pathlib import Path
 from elastic_agent.rendezvous.local.store import LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Put
-store = LocalStore.offer(store_file(Path(sys.argv[1]), "pool"), 20.0)
+store = LocalStore.connect(store_file(Path(sys.argv[1]), "pool"), 20.0, make=True)
 for number in range(1_000_000):
     key = f"{sys.argv[2]}/{number}"
     store.transact((), (Put(key, "x" * 300),))
@@ -166,7 +166,7 @@ def test_whatever_was_answered_before_a_kill_is_there_after_it_and_others_write_
 
 
 def test_order_and_leases_outlive_all_handles(file: Path) -> None:
-    with closing(LocalStore.offer(file, PATIENCE_S)) as store:
+    with closing(LocalStore.connect(file, PATIENCE_S, make=True)) as store:
         lease = store.grant(3600.0)
         for name in ("b", "a", "c"):
             put(store, f"jobs/{name}", name)
@@ -174,7 +174,7 @@ def test_order_and_leases_outlive_all_handles(file: Path) -> None:
         put(store, "nodes/n", "", lease)
         store.transact((), (Delete("jobs/c"), Put("plan", "x" * 100_000)))
         before = store.read(("",))
-    with closing(LocalStore.offer(file, PATIENCE_S)) as store:
+    with closing(LocalStore.connect(file, PATIENCE_S, make=True)) as store:
         assert store.read(("",)) == before
         store.keep_alive(lease)
         watch = store.watch(("",), before.revision)
@@ -253,7 +253,7 @@ from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.local.store import LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Put
 folder = Path(sys.argv[1])
-store = LocalStore.offer(store_file(folder, "pool"), 20.0)
+store = LocalStore.connect(store_file(folder, "pool"), 20.0, make=True)
 lease = store.grant(60.0)
 store.transact((), (Put("jobs/a", "job"),))
 store.transact((), (Put("nodes/n", "", lease),))
@@ -514,8 +514,8 @@ def test_files_are_for_this_user_alone(offer: Callable[..., LocalStore], file: P
 
 def test_pools_of_other_names_in_one_folder_are_others(tmp_path: Path) -> None:
     with (
-        closing(LocalStore.offer(store_file(tmp_path, "a"), PATIENCE_S)) as a,
-        closing(LocalStore.offer(store_file(tmp_path, "b"), PATIENCE_S)) as b,
+        closing(LocalStore.connect(store_file(tmp_path, "a"), PATIENCE_S, make=True)) as a,
+        closing(LocalStore.connect(store_file(tmp_path, "b"), PATIENCE_S, make=True)) as b,
     ):
         put(a, "k", "a")
         assert values(b) == {}
@@ -531,7 +531,7 @@ def test_where_no_daemon_was_a_client_gives_up_in_time_and_says_what_to_start(fi
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=f"cannot make the store of pool pool in {tmp_path}/none"):
-        LocalStore.offer(store_file(tmp_path / "none", "pool"), 0.1)
+        LocalStore.connect(store_file(tmp_path / "none", "pool"), 0.1, make=True)
 
 
 def test_a_file_of_another_version_or_that_is_damaged_or_gone_is_refused_with_what_to_do(
@@ -551,9 +551,9 @@ def test_a_file_of_another_version_or_that_is_damaged_or_gone_is_refused_with_wh
     file.chmod(0o600)
     with pytest.raises(StoreMismatch, match="replaced while it was in use"):
         store.read(("",))
-    for attempt in (LocalStore.connect, LocalStore.offer):
+    for make in (False, True):
         with pytest.raises(StoreMismatch, match="move it away, and submit its jobs again"):
-            attempt(file, 1.0)
+            LocalStore.connect(file, 1.0, make=make)
 
 
 @pytest.fixture
@@ -570,7 +570,7 @@ from pathlib import Path
 from elastic_agent.rendezvous.local.store import LocalStore, store_file
 os.setgid(65534)
 os.setuid(65534)
-store = getattr(LocalStore, sys.argv[2])(store_file(Path(sys.argv[1]), "pool"), 5.0)
+store = LocalStore.connect(store_file(Path(sys.argv[1]), "pool"), 5.0, make=sys.argv[2] == "make")
 print(flush=True)
 sys.stdin.read()
 """
@@ -580,7 +580,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("mode", [0o700, 0o755])
 def test_another_user_is_told_whose_the_pool_is(open_folder: Path, mode: int) -> None:
     file = store_file(open_folder, "pool")
-    with closing(LocalStore.offer(file, PATIENCE_S)) as store:
+    with closing(LocalStore.connect(file, PATIENCE_S, make=True)) as store:
         put(store, "k")
         open_folder.chmod(mode)
         done = subprocess.run(
@@ -599,7 +599,7 @@ def test_root_may_use_another_users_pool_but_not_where_anybody_can_wait_for_it(o
     folder = open_folder / "pool"
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
-    process = started(AS_NOBODY, folder, "offer", stdin=subprocess.PIPE)
+    process = started(AS_NOBODY, folder, "make", stdin=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "\n"

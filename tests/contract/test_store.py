@@ -107,7 +107,7 @@ def new_etcd_client(cluster: EtcdCluster) -> Store:
 def shared_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """For all tests that do it no harm; open as long as a daemon would have it open."""
     file = store_file(tmp_path_factory.mktemp("local"), "pool")
-    with closing(LocalStore.offer(file, PATIENCE_S)):
+    with closing(LocalStore.connect(file, PATIENCE_S, make=True)):
         yield file
 
 

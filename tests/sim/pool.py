@@ -474,7 +474,7 @@ class PoolSimulation:
 
     def _live(self) -> dict[str, PoolNode]:
         entries = self.kv.read(("nodes/",), self.now).entries
-        records = (PoolNode.from_json(entry.key, entry.value) for entry in entries)
+        records = (PoolNode.read(entry.key, entry.value) for entry in entries)
         return {record.incarnation: record for record in records}
 
     def _created(self, node: PoolNode) -> int:
@@ -485,7 +485,7 @@ class PoolSimulation:
         entries = sorted(
             self.kv.read((JOBS_PREFIX,), self.now).entries, key=lambda entry: entry.create_revision
         )
-        return [Job.from_json(entry.key, entry.value) for entry in entries]
+        return [Job.read(entry.key, entry.value) for entry in entries]
 
     def _check_decision(self, decision: Decision, live: dict[str, PoolNode]) -> None:
         before, after = self.plan, decision.plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteNode
+from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
@@ -25,6 +25,7 @@ from elastic_agent.pool.records import (
 )
 from elastic_agent.pool.schedule import REFUSAL_S, Decision
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
+from elastic_agent.rendezvous.node.transactions import WriteRecord
 from elastic_agent.rendezvous.store.interface import Answer, Grant, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
 
@@ -147,11 +148,11 @@ class Bench:
 
     @property
     def plan(self) -> Plan:
-        return Plan.from_json(PLAN_KEY, self.value(PLAN_KEY) or Plan().to_json())
+        return Plan.read(PLAN_KEY, self.value(PLAN_KEY) or Plan().to_json())
 
     def result(self, job: str) -> JobResult | None:
         text = self.value(f"results/{job}")
-        return JobResult.from_json("", text) if text is not None else None
+        return JobResult.read("", text) if text is not None else None
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_daemons_join_and_the_oldest_coordinates(bench: Bench) -> None:
     assert a.member.tracks
     assert b.member.tracks
     kinds = [type(request) for request in b.asked]
-    assert kinds == [Grant, Read, WriteNode], "an idle daemon asks nothing"
+    assert kinds == [Grant, Read, WriteRecord], "an idle daemon asks nothing"
 
 
 def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:

@@ -173,7 +173,7 @@ def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int,
 
 def refused(kind: type[Record], body: Any) -> RecordInvalid:
     with pytest.raises(RecordInvalid) as caught:
-        kind.from_json("a/key", body if isinstance(body, str) else json.dumps(body))
+        kind.read("a/key", body if isinstance(body, str) else json.dumps(body))
     assert caught.value.key == "a/key"
     return caught.value
 
@@ -190,7 +190,7 @@ def refused(kind: type[Record], body: Any) -> RecordInvalid:
     ids=lambda record: type(record).__name__,
 )
 def test_a_record_comes_back_as_it_was(record: Record) -> None:
-    assert type(record).from_json(record.key, record.to_json()) == record
+    assert type(record).read(record.key, record.to_json()) == record
 
 
 @pytest.mark.parametrize("record", ALL, ids=lambda record: type(record).__name__)
@@ -214,7 +214,7 @@ def test_what_is_no_record_of_this_version_is_refused(record: Record) -> None:
         refused(kind, odd)
     for version in (None, 0, SCHEMA + 1, "1", True):
         assert "version" in refused(kind, {**tree(record), "v": version}).problem
-    assert kind.from_json("k", json.dumps({**tree(record), "added later": 1})) == record
+    assert kind.read("k", json.dumps({**tree(record), "added later": 1})) == record
 
 
 def test_every_prefix_has_the_record_that_is_kept_below_it() -> None:
@@ -245,7 +245,7 @@ def test_what_its_readers_would_refuse_is_not_written(spoiled: Callable[[], Reco
 
 def test_a_job_is_at_most_so_large() -> None:
     large = replace(JOB, environment={f"A{number}": "x" * 1000 for number in range(90)})
-    assert Job.from_json(large.key, large.to_json()) == large
+    assert Job.read(large.key, large.to_json()) == large
     body = tree(JOB)
     body["environment"] = {f"A{number}": "x" * 1000 for number in range(100)}
     assert f"at most {MAX_JOB_CHARS}" in refused(Job, body).problem
@@ -269,7 +269,7 @@ def test_a_short_reason_fits(chars: int) -> None:
 def test_a_text_of_another_node_is_read_as_one_line() -> None:
     body = tree(CANCEL)
     body["cancelled_by"] = "me\n12:00:00 all is well\x1b[31m"
-    assert Cancel.from_json("k", json.dumps(body)).cancelled_by == "me 12:00:00 all is well"
+    assert Cancel.read("k", json.dumps(body)).cancelled_by == "me 12:00:00 all is well"
 
 
 def test_a_node_has_one_seat_by_its_incarnation() -> None:
