@@ -106,15 +106,13 @@ def decide(pool: Pool, now: float) -> Decision | None:
 def why_waiting(pool: Pool, job: Job, now: float) -> str:
     """For people: what a job of the queue waits for. It is one of `pool.jobs`."""
     draft = _Draft(pool, now)
-    free = [node for node in draft.idle if not draft.refuses(job, node)]
-    fit = draft.large_enough(job)
-    cannot = _who_cannot(pool, job)
-    if not fit:
-        return f"needs {counted(job.min_nodes, 'node')}; the pool has {draft.usable(job)} that can run it{cannot}"
+    takers, cannot = len(draft.usable(job, draft.takers)), _who_cannot(pool, job)
+    if takers < job.min_nodes:
+        return f"needs {counted(job.min_nodes, 'node')}; the pool has {takers} that can run it{cannot}"
     ids = [one.job for one in pool.jobs if one.job == job.job or pool.plan.run_of(one.job) is None]
     if before := ids.index(job.job):
         return f"behind {counted(before, 'other job')} of the queue{cannot}"
-    return f"needs {counted(job.min_nodes, 'node')}; {len(free)} idle{cannot}"
+    return f"needs {counted(job.min_nodes, 'node')}; {len(draft.usable(job, draft.idle))} idle{cannot}"
 
 
 def _who_cannot(pool: Pool, job: Job) -> str:
@@ -132,7 +130,7 @@ class _Draft:
         self._jobs = {job.job: job for job in pool.jobs}
         self._places = {job.job: place for place, job in enumerate(pool.jobs)}
         self._live = {node.incarnation: node for node in pool.nodes}
-        self._takers = [node for node in pool.nodes if node.may_take_jobs]
+        self.takers = [node for node in pool.nodes if node.may_take_jobs]
         self._names = {node.node for node in pool.nodes}
         self._ends = {
             node.ended.job: (node.node, node.ended)
@@ -271,12 +269,12 @@ class _Draft:
             need = job.min_nodes - (len(run.staying) if run is not None else 0)
             if need <= 0:
                 continue
-            usable = self._usable(job, self.idle)
+            usable = self.usable(job, self.idle)
             if len(usable) >= need:
                 self._seat(job, usable[:need])
                 continue
-            if not self.large_enough(job):
-                continue
+            if len(self.usable(job, self.takers)) < job.min_nodes:
+                continue  # the pool could not run it, were it empty
             if self._reclaim(job, need - len(usable)):
                 # They wait for it, too: who got them meanwhile would have to give them back.
                 self.idle = [node for node in self.idle if node not in usable]
@@ -290,7 +288,7 @@ class _Draft:
             if run is None or not run.seats or run.ending is not None or job.job not in self._jobs:
                 continue
             room = job.max_nodes - len(run.seats)
-            if room > 0 and (usable := self._usable(job, self.idle)[:room]):
+            if room > 0 and (usable := self.usable(job, self.idle)[:room]):
                 beyond = (len(run.staying) + len(usable)) % job.nodes_multiple_of
                 self._seat(job, usable[: max(0, len(usable) - beyond)])
 
@@ -337,15 +335,8 @@ class _Draft:
         refusal = run.refusals.get(node.node) if run is not None else None
         return refusal is not None and refusal.until - REFUSAL_S <= self._now < refusal.until
 
-    def usable(self, job: Job) -> int:
-        """Nodes of the pool that can run it, idle or not."""
-        return len(self._usable(job, self._takers))
-
-    def large_enough(self, job: Job) -> bool:
-        """The pool could run it, were it empty."""
-        return self.usable(job) >= job.min_nodes
-
-    def _usable(self, job: Job, nodes: list[PoolNode]) -> list[PoolNode]:
+    def usable(self, job: Job, nodes: list[PoolNode]) -> list[PoolNode]:
+        """Those that can run it."""
         return [node for node in nodes if not self.refuses(job, node)] if job.job in self._runs else nodes
 
     def _place(self, job: str) -> int:
