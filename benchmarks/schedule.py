@@ -37,10 +37,10 @@ CASES: Mapping[str, list[tuple[int, int]]] = {
 class Run:
     case: str
     first_ms: float
-    """On the empty plan, where most seats are given."""
+    """On the empty plan, where most allocations are given."""
     again_ms: float
     """On the plan that this gave."""
-    seats: int
+    allocations: int
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def measure(case: str, jobs: list[tuple[int, int]], nodes: int = NODES) -> Run:
     first_ms, plan = _decide(view)
     view.plan = plan
     again_ms, _ = _decide(view)
-    return Run(case, first_ms, again_ms, sum(len(run.seats) for run in plan.runs))
+    return Run(case, first_ms, again_ms, sum(len(run.allocations) for run in plan.runs))
 
 
 def table(runs: list[Run]) -> str:

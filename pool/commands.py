@@ -142,7 +142,7 @@ def state_of(view: PoolView, pool: Pool, job: Job, now: float) -> JobState:
     elif run is not None:
         state = "running" if run.ending is None else "ending"
         detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
-        nodes = tuple(seat.node for seat in run.seats)
+        nodes = tuple(allocation.node for allocation in run.allocations)
     else:
         state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
     found = JobState(job.job, job.name, state, detail, nodes, job.submitted_at, job.submitted_by)
@@ -340,7 +340,7 @@ def nodes_of(view: PoolView, job: str) -> tuple[str, ...]:
     """Nodes that have, or had, a part in the job's newest attempt."""
     result, run = view.result_of(job), view.plan.run_of(job)
     if run is not None:
-        return tuple(dict.fromkeys((*run.left, *(seat.node for seat in run.seats))))
+        return tuple(dict.fromkeys((*run.left, *(allocation.node for allocation in run.allocations))))
     return result.nodes if result is not None else ()
 
 

@@ -43,10 +43,10 @@ from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
 from ..threads import listen
 from ..worker.wire.shared_progress import clock
-from .job_agent import JobAgent, JobLogs, agent_words, own_words, seat_end
+from .job_agent import JobAgent, JobLogs, agent_words, allocation_end, own_words
 from .member import Assignment, PoolMember
 from .pages import DaemonPages, DaemonSnapshot, PoolMetrics
-from .records import LOGS_PATH, MOST_NODES, PoolNode, SeatEnd, SeatOutcome
+from .records import LOGS_PATH, MOST_NODES, AllocationEnd, AllocationOutcome, PoolNode
 from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class DaemonLoop:
 
     def _start(self, due: Assignment) -> None:
         job, command = due.job, self._command(due)
-        self._member.started(due.seat.ticket)
+        self._member.started(due.allocation.id)
         try:
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
@@ -278,7 +278,7 @@ class DaemonLoop:
                 agent = JobAgent(command, output, self._standby, self._agent_ended)
         except OSError as error:
             log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
-            self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
+            self._over(AllocationEnd(job.job, due.allocation.id, AllocationOutcome.NOT_HERE, 0, str(error)))
             return
         how = " by the standby" if agent.was_standby else ""
         started = "job %s (%s): started%s, attempt %d; its output is in %s"
@@ -327,12 +327,12 @@ class DaemonLoop:
     def _ended(self, code: int, error: str) -> None:
         assignment = self._assignment
         assert assignment is not None, "only a job that runs here can end"
-        end = seat_end(assignment, code, error)
+        end = allocation_end(assignment, code, error)
         log.info("job %s: ended here: %s", assignment.job.job, end.reason)
         self._agent = self._assignment = None
         self._over(end)
 
-    def _over(self, end: SeatEnd) -> None:
+    def _over(self, end: AllocationEnd) -> None:
         self._member.ended(end)
         self._standby.idle()
 

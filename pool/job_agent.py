@@ -40,7 +40,7 @@ from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
 from .member import Assignment
-from .records import MOST_LOG_BYTES, SeatEnd, SeatOutcome, short
+from .records import MOST_LOG_BYTES, AllocationEnd, AllocationOutcome, short
 from .standby import DAEMON_ENDED, AgentCommand, Standby, start_child
 
 OF_THE_POOL: frozenset[str] = frozenset(
@@ -55,17 +55,17 @@ OF_THE_POOL: frozenset[str] = frozenset(
 _MOST_ERROR = 500
 """Characters of what an agent says of its end."""
 
-_OUTCOMES: Mapping[int, SeatOutcome] = {
-    ExitCode.SUCCESS: SeatOutcome.SUCCEEDED,
-    ExitCode.FAILED: SeatOutcome.FAILED,
-    ExitCode.CRASH_LOOP: SeatOutcome.FAILED,
-    ExitCode.NOT_ON_DISK: SeatOutcome.FAILED,
-    ExitCode.UNLIKE_THE_JOB: SeatOutcome.REFUSED,
-    ExitCode.MISMATCH: SeatOutcome.REFUSED,
-    ExitCode.BAD_CONFIG: SeatOutcome.REFUSED,
-    ExitCode.STOPPED_BY_SIGTERM: SeatOutcome.LEFT,
-    ExitCode.STOPPED_BY_SIGINT: SeatOutcome.LEFT,
-    ExitCode.LEFT_IN_TIME: SeatOutcome.LEFT,
+_OUTCOMES: Mapping[int, AllocationOutcome] = {
+    ExitCode.SUCCESS: AllocationOutcome.SUCCEEDED,
+    ExitCode.FAILED: AllocationOutcome.FAILED,
+    ExitCode.CRASH_LOOP: AllocationOutcome.FAILED,
+    ExitCode.NOT_ON_DISK: AllocationOutcome.FAILED,
+    ExitCode.UNLIKE_THE_JOB: AllocationOutcome.REFUSED,
+    ExitCode.MISMATCH: AllocationOutcome.REFUSED,
+    ExitCode.BAD_CONFIG: AllocationOutcome.REFUSED,
+    ExitCode.STOPPED_BY_SIGTERM: AllocationOutcome.LEFT,
+    ExitCode.STOPPED_BY_SIGINT: AllocationOutcome.LEFT,
+    ExitCode.LEFT_IN_TIME: AllocationOutcome.LEFT,
 }
 """Of an agent that ends in another way it is `NOT_HERE`."""
 
@@ -111,7 +111,7 @@ def own_words(settings: Settings, folder: str) -> tuple[str, ...]:
     return words if file is None else (f"--{CONFIG_FILE.name}={os.path.join(folder, file)}", *words)
 
 
-def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
+def allocation_end(assignment: Assignment, code: int, error: str = "") -> AllocationEnd:
     """`code`: of the job's agent, as `subprocess` counts it. `error`: why it ended so, if it has said that."""
     known = next((one for one in ExitCode if one == code), None)
     if code < 0:
@@ -122,8 +122,8 @@ def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
         reason = f"{short(error, _MOST_ERROR)}; exit code {code}"
     else:
         reason = f"exit code {code}: {known.meaning}"
-    outcome = _OUTCOMES.get(code, SeatOutcome.NOT_HERE)
-    return SeatEnd(assignment.job.job, assignment.seat.ticket, outcome, code, reason)
+    outcome = _OUTCOMES.get(code, AllocationOutcome.NOT_HERE)
+    return AllocationEnd(assignment.job.job, assignment.allocation.id, outcome, code, reason)
 
 
 class JobAgent:

@@ -1,4 +1,4 @@
-"""One daemon's part in a pool, without I/O: what it knows, what it asks of the store, which seat it must take.
+"""One daemon's part in a pool, without I/O: what it knows, what it asks of the store, which allocation it must take.
 
 Like the `Participant` of the rendezvous it is driven by one thread, which carries out its `request`, feeds back the
 answer and the watch's changes, and does what `to_start` and `must_leave` say. It is level-triggered: every question is
@@ -32,14 +32,14 @@ from ..rendezvous.store.interface import (
 )
 from .records import (
     SCOPES,
+    Allocation,
+    AllocationEnd,
+    AllocationOutcome,
     Attempt,
     Job,
     Pool,
     PoolNode,
     PoolView,
-    Seat,
-    SeatEnd,
-    SeatOutcome,
     short,
 )
 from .schedule import Decision, decide
@@ -56,7 +56,7 @@ class Assignment:
 
     job: Job
     run: Attempt
-    seat: Seat
+    allocation: Allocation
 
 
 class PoolMember:
@@ -90,7 +90,7 @@ class PoolMember:
         """When the newest answer about the lease was asked for."""
         self._duplicate_until: float | None = None
         self._missing_since: dict[str, float] = {}
-        """Seats whose nodes have no record: since when."""
+        """Allocations whose nodes have no record: since when."""
 
     # ---------------------------------------------------------------- what the driver reads
 
@@ -110,7 +110,7 @@ class PoolMember:
 
     @property
     def to_start(self) -> Assignment | None:
-        """A seat that it has not taken yet; none is taken twice."""
+        """An allocation that it has not taken yet; none is taken twice."""
         found = self._untaken
         if found is None or self._is_over(*found):
             return None
@@ -119,38 +119,38 @@ class PoolMember:
 
     @property
     def must_leave(self) -> bool:
-        """The seat whose processes run here is to be left, or is not this node's any more."""
+        """The allocation whose processes run here is to be left, or is not this node's any more."""
         if not self.record.running or not self.tracks:
             return False
-        found = self._seat
-        return found is None or found[1].ticket != self.record.running or found[1].leaving
+        found = self._allocation
+        return found is None or found[1].id != self.record.running or found[1].leaving
 
     @property
     def has_departed(self) -> bool:
-        """No seat of this life is in the plan any more, as far as it can be known, and none can follow."""
-        if self.record.ended is None and (not self.tracks or self._seat is None):
+        """No allocation of this life is in the plan any more, as far as it can be known, and none can follow."""
+        if self.record.ended is None and (not self.tracks or self._allocation is None):
             return True
-        return self.tracks and self._written == self.record and self._seat is None
+        return self.tracks and self._written == self.record and self._allocation is None
 
     @property
-    def _seat(self) -> tuple[Attempt, Seat] | None:
-        return self.view.plan.seat_of(self.record.node, self.record.incarnation)
+    def _allocation(self) -> tuple[Attempt, Allocation] | None:
+        return self.view.plan.allocation_of(self.record.node, self.record.incarnation)
 
     @property
-    def _untaken(self) -> tuple[Attempt, Seat] | None:
-        """The seat that this node has and has not taken in this life, if it knows the plan."""
-        found = self._seat if self.tracks and not self.record.running else None
+    def _untaken(self) -> tuple[Attempt, Allocation] | None:
+        """The allocation that this node has and has not taken in this life, if it knows the plan."""
+        found = self._allocation if self.tracks and not self.record.running else None
         ended = self.record.ended
-        return None if found is None or (ended and ended.ticket >= found[1].ticket) else found
+        return None if found is None or (ended and ended.allocation_id >= found[1].id) else found
 
-    def _is_over(self, run: Attempt, seat: Seat) -> bool:
-        return seat.leaving or run.ending is not None or self.record.leaving
+    def _is_over(self, run: Attempt, allocation: Allocation) -> bool:
+        return allocation.leaving or run.ending is not None or self.record.leaving
 
     def _decline(self) -> None:
-        """A seat that is to be left before it was taken is left at once."""
+        """An allocation that is to be left before it was taken is left at once."""
         if (found := self._untaken) is not None and self._is_over(*found):
-            run, seat = found
-            end = SeatEnd(run.job, seat.ticket, SeatOutcome.LEFT, 0, "before it began")
+            run, allocation = found
+            end = AllocationEnd(run.job, allocation.id, AllocationOutcome.LEFT, 0, "before it began")
             self.record = replace(self.record, ended=end)
 
     def request(self, now: float) -> Request | None:
@@ -181,7 +181,9 @@ class PoolMember:
     def _lost(self, now: float) -> frozenset[str]:
         """A record that is gone may come back: with a store's outage all leases end at once."""
         live = {node.incarnation for node in self.view.nodes}
-        missing = {seat.incarnation for run in self.view.plan.runs for seat in run.seats} - live
+        missing = {
+            allocation.incarnation for run in self.view.plan.runs for allocation in run.allocations
+        } - live
         self._missing_since = {one: self._missing_since.get(one, now) for one in missing}
         return frozenset(
             one for one, since in self._missing_since.items() if now >= since + self._lease_ttl_s
@@ -225,7 +227,7 @@ class PoolMember:
         self._pending.retry_later(now)
 
     def lease_gone(self, lease: LeaseId | None) -> None:
-        """The others may count this node as lost. Its seat's processes have a lease of their own, and run on."""
+        """The others may count this node as lost. Its allocation's processes have a lease of their own, and run on."""
         if lease is not None and lease == self.lease:
             log.warning("this node's lease in the pool was lost; joining it again")
             self.lease = self.subscription = self._written = None
@@ -279,14 +281,14 @@ class PoolMember:
 
     # ---------------------------------------------------------------- what happens on this node
 
-    def started(self, ticket: int) -> None:
-        """Processes of this seat are here from now on."""
+    def started(self, allocation_id: int) -> None:
+        """Processes of this allocation are here from now on."""
         assert not self.record.running, "a node is in one job at most"
-        self.record = replace(self.record, running=ticket)
+        self.record = replace(self.record, running=allocation_id)
 
-    def ended(self, end: SeatEnd) -> None:
-        """No process of the seat is left here."""
-        assert self.record.running == end.ticket, "a seat that was not taken cannot end"
+    def ended(self, end: AllocationEnd) -> None:
+        """No process of the allocation is left here."""
+        assert self.record.running == end.allocation_id, "an allocation that was not taken cannot end"
         self.record = replace(self.record, running=0, ended=replace(end, reason=short(end.reason)))
 
     def report_problem(self, problem: str) -> None:
@@ -294,5 +296,5 @@ class PoolMember:
         self.record = replace(self.record, problem=short(problem))
 
     def leave(self) -> None:
-        """It takes no seat any more."""
+        """It takes no allocation any more."""
         self.record = replace(self.record, leaving=True)

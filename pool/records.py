@@ -30,7 +30,7 @@ from ..rendezvous.text import Name, clean, line
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of all records of a pool. A reader refuses any other."""
 
 PLAN_KEY = "plan"
@@ -141,7 +141,7 @@ class Cancel(Record):
         return CANCELS_PREFIX + self.job
 
 
-class SeatOutcome(enum.Enum):
+class AllocationOutcome(enum.Enum):
     """What the end of a job's agent on one node means for the job."""
 
     SUCCEEDED = "succeeded"
@@ -156,12 +156,12 @@ class SeatOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SeatEnd:
-    """The end of one seat: all processes of the job are gone from this node."""
+class AllocationEnd:
+    """The end of one allocation: all processes of the job are gone from this node."""
 
     job: Name
-    ticket: Positive
-    outcome: SeatOutcome
+    allocation_id: Positive
+    outcome: AllocationOutcome
     code: Annotated[int, Within(-255, 255)]
     """Exit code of the job's agent; below 0: of the signal that ended it."""
     reason: Reason
@@ -176,11 +176,11 @@ class PoolNode(Record):
     most_nodes: Annotated[int, Within(1, MOST_NODES)] = MOST_NODES
     """No job may need more; what its operator expects of the pool."""
     running: Count = 0
-    """The ticket of the seat whose processes are here; 0 when there are none."""
-    ended: SeatEnd | None = None
-    """The newest seat that has ended in this life."""
+    """The id of the allocation whose processes are here; 0 when there are none."""
+    ended: AllocationEnd | None = None
+    """The newest allocation that has ended in this life."""
     leaving: bool = False
-    """It takes no seat any more."""
+    """It takes no allocation any more."""
     problem: Reason = ""
     """Why it must not be given a job now; empty when it may."""
     http: Endpoint | None = None
@@ -203,14 +203,14 @@ class PoolNode(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One node's place in a run. The ticket is of this seat alone, so that a node takes it once."""
+class Allocation:
+    """One node's place in a run. The id is of this allocation alone, so that a node takes it once."""
 
     node: Name
     incarnation: Name
-    ticket: Positive
+    id: Positive
     leaving: bool = False
-    """The node is to leave the job; its seat is kept until it has."""
+    """The node is to leave the job; its allocation is kept until it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,30 +239,30 @@ class Attempt:
     job: Name
     attempt: Positive
     started_at: Instant
-    seats: Annotated[tuple[Seat, ...], AtMost(MOST_NODES)]
+    allocations: Annotated[tuple[Allocation, ...], AtMost(MOST_NODES)]
     ending: Ending | None = None
     left: Annotated[tuple[Name, ...], AtMost(MOST_NODES)] = ()
-    """Nodes that had a seat and have none any more."""
+    """Nodes that had an allocation and have none any more."""
     in_vain: Count = 0
     """Attempts that have ended, the newest in a row, that were short and did not end by plan."""
     refusals: dict[Name, Refusal] = field(default_factory=dict)
     """By node."""
 
     @property
-    def staying(self) -> tuple[Seat, ...]:
-        return tuple(seat for seat in self.seats if not seat.leaving)
+    def staying(self) -> tuple[Allocation, ...]:
+        return tuple(allocation for allocation in self.allocations if not allocation.leaving)
 
     @property
     def is_over(self) -> bool:
         """Without an outcome: the job waits for nodes again."""
-        return not self.seats and self.ending is None
+        return not self.allocations and self.ending is None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Record):
     """Which nodes run which job: nothing runs that is not in here."""
 
-    tickets: Count = 0
+    allocation_ids: Count = 0
     """How many have been given."""
     attempts: Annotated[tuple[Attempt, ...], AtMost(MOST_NODES)] = ()
     """The newest of each job that has had nodes; oldest job first."""
@@ -282,12 +282,12 @@ class Plan(Record):
     def refusals_of(self, job: str) -> Mapping[str, Refusal]:
         return next((run.refusals for run in self.attempts if run.job == job), {})
 
-    def seat_of(self, node: str, incarnation: str) -> tuple[Attempt, Seat] | None:
-        """A node has one seat at most."""
+    def allocation_of(self, node: str, incarnation: str) -> tuple[Attempt, Allocation] | None:
+        """A node has one allocation at most."""
         for run in self.runs:
-            for seat in run.seats:
-                if (seat.node, seat.incarnation) == (node, incarnation):
-                    return run, seat
+            for allocation in run.allocations:
+                if (allocation.node, allocation.incarnation) == (node, incarnation):
+                    return run, allocation
         return None
 
 
@@ -337,7 +337,7 @@ class Pool:
     results: tuple[str, ...] = ()
     """The jobs that have ended, oldest first."""
     lost: frozenset[str] = frozenset()
-    """Incarnations of seats whose nodes have been missing for long enough."""
+    """Incarnations of allocations whose nodes have been missing for long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,12 +415,12 @@ class PoolView:
         return known[1] if known is not None and isinstance(known[1], JobResult) else None
 
     def counts(self) -> PoolCounts:
-        seated = {seat.incarnation for run in self.plan.runs for seat in run.seats}
+        allocated = {allocation.incarnation for run in self.plan.runs for allocation in run.allocations}
         known = {result.job for result in self.results} | {run.job for run in self.plan.runs}
         nodes = self.nodes
         return PoolCounts(
             nodes=len(nodes),
-            idle_nodes=sum(node.takes_jobs and node.incarnation not in seated for node in nodes),
+            idle_nodes=sum(node.takes_jobs and node.incarnation not in allocated for node in nodes),
             queued_jobs=sum(job.job not in known for job in self.jobs),
             running_jobs=len(self.plan.runs),
         )

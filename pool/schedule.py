@@ -13,8 +13,8 @@
 The clock of the wall may jump back, or be that of another coordinator: no instant in the future holds anything up for
 longer than its pause.
 
-A node keeps its seat until it says itself that no process of the job is left there, or is lost. So it is in one job at
-most, and a seat that is given back is a planned leave of the engine: it loses no step.
+A node keeps its allocation until it says itself that no process of the job is left there, or is lost. So it is in one
+job at most, and an allocation that is given back is a planned leave of the engine: it loses no step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from .records import (
     MOST_NODES,
     PLAN_KEY,
     RESULTS_PREFIX,
+    Allocation,
+    AllocationEnd,
+    AllocationOutcome,
     Attempt,
     Ending,
     Job,
@@ -40,9 +43,6 @@ from .records import (
     Pool,
     PoolNode,
     Refusal,
-    Seat,
-    SeatEnd,
-    SeatOutcome,
     short,
 )
 
@@ -62,8 +62,8 @@ MOST_AT_ONCE = 16
 """Results written, or deleted, by one decision: a transaction is bounded."""
 
 
-_DECIDES = {SeatOutcome.SUCCEEDED: Outcome.SUCCEEDED, SeatOutcome.FAILED: Outcome.FAILED}
-"""The end of one seat that is the end of the job."""
+_DECIDES = {AllocationOutcome.SUCCEEDED: Outcome.SUCCEEDED, AllocationOutcome.FAILED: Outcome.FAILED}
+"""The end of one allocation that is the end of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +138,22 @@ class _Draft:
             if node.ended is not None and node.ended.outcome in _DECIDES
         }
         self._runs = {run.job: run for run in pool.plan.attempts}
-        # A store that was restored from a snapshot has forgotten tickets that nodes have taken since.
-        self._tickets = max(pool.plan.tickets, *(node.ended.ticket for node in pool.nodes if node.ended), 0)
+        # A store that was restored from a snapshot has forgotten ids that nodes have taken since.
+        self._allocation_ids = max(
+            pool.plan.allocation_ids, *(node.ended.allocation_id for node in pool.nodes if node.ended), 0
+        )
         self._left_by_plan: set[str] = set()
         """Jobs."""
         self.results: list[JobResult] = []
         self.idle: list[PoolNode] = []
-        """Not seated, and no process of a job is left there."""
+        """Not allocated, and no process of a job is left there."""
         self._find_idle()
 
     def _find_idle(self) -> None:
-        seated = {seat.incarnation for run in self._runs.values() for seat in run.seats}
-        self.idle = [node for node in self._pool.nodes if node.takes_jobs and node.incarnation not in seated]
+        allocated = {allocation.incarnation for run in self._runs.values() for allocation in run.allocations}
+        self.idle = [
+            node for node in self._pool.nodes if node.takes_jobs and node.incarnation not in allocated
+        ]
 
     # ------------------------------------------------------------ what nodes and people say
 
@@ -161,42 +165,42 @@ class _Draft:
             if (run is None or run.is_over) and (ending := self._known_end(job.job)) is not None:
                 self._end(job.job, ending, run)
         for run in folded:
-            if not run.seats and run.job in self._runs:
+            if not run.allocations and run.job in self._runs:
                 self._leave_empty(run)
         self._find_idle()
 
     def _fold(self, run: Attempt) -> Attempt:
-        seats, ending, left, refusals = [], run.ending, dict.fromkeys(run.left), dict(run.refusals)
+        allocations, ending, left, refusals = [], run.ending, dict.fromkeys(run.left), dict(run.refusals)
         refused: Ending | None = None
-        for seat in run.seats:
-            node = self._live.get(seat.incarnation)
+        for allocation in run.allocations:
+            node = self._live.get(allocation.incarnation)
             if node is None:
-                if seat.incarnation not in self._pool.lost and seat.node not in self._names:
-                    seats.append(seat)
+                if allocation.incarnation not in self._pool.lost and allocation.node not in self._names:
+                    allocations.append(allocation)
                 else:
-                    left[seat.node] = None
-            elif node.ended is not None and node.ended.ticket > seat.ticket:
-                left[seat.node] = None
-            elif node.ended is not None and node.ended.ticket == seat.ticket:
-                left[seat.node] = None
-                if seat.leaving:
+                    left[allocation.node] = None
+            elif node.ended is not None and node.ended.allocation_id > allocation.id:
+                left[allocation.node] = None
+            elif node.ended is not None and node.ended.allocation_id == allocation.id:
+                left[allocation.node] = None
+                if allocation.leaving:
                     self._left_by_plan.add(run.job)
                 elif node.ended.outcome not in _DECIDES:
                     # What has ended on a node that was not asked to leave is not tried there again at once.
-                    refusals.pop(seat.node, None)
+                    refusals.pop(allocation.node, None)
                     reason = short(node.ended.reason, REFUSAL_CHARS)
-                    refusals[seat.node] = Refusal(reason, self._now + REFUSAL_S)
-                if node.ended.outcome is SeatOutcome.REFUSED:
+                    refusals[allocation.node] = Refusal(reason, self._now + REFUSAL_S)
+                if node.ended.outcome is AllocationOutcome.REFUSED:
                     refused = self._ending(node.node, node.ended)
             else:
-                seats.append(replace(seat, leaving=seat.leaving or node.leaving))
-        ending = ending or self._known_end(run.job) or (None if seats else refused)
+                allocations.append(replace(allocation, leaving=allocation.leaving or node.leaving))
+        ending = ending or self._known_end(run.job) or (None if allocations else refused)
         if ending is not None and (
             ending.outcome is Outcome.CANCELLED or not ending.since <= self._now < ending.since + END_GRACE_S
         ):
-            seats = [replace(seat, leaving=True) for seat in seats]
+            allocations = [replace(allocation, leaving=True) for allocation in allocations]
         gone = tuple(left)[-MOST_NODES:]
-        return replace(run, seats=tuple(seats), ending=ending, left=gone, refusals=refusals)
+        return replace(run, allocations=tuple(allocations), ending=ending, left=gone, refusals=refusals)
 
     def _known_end(self, job: str) -> Ending | None:
         """What a node reports that had a part in it, also if it was taken for lost since; else that it is cancelled."""
@@ -208,7 +212,7 @@ class _Draft:
             return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
         return None
 
-    def _ending(self, node: str, end: SeatEnd) -> Ending:
+    def _ending(self, node: str, end: AllocationEnd) -> Ending:
         outcome = _DECIDES.get(end.outcome, Outcome.FAILED)
         return Ending(outcome, short(f"{node}: {end.reason}"), end.code, self._now)
 
@@ -237,7 +241,10 @@ class _Draft:
                 self._runs[job] = replace(run, ending=ending)
             return
         before = self._pool.plan.run_of(job)
-        part = (*(run.left if run else ()), *(seat.node for seat in (before.seats if before else ())))
+        part = (
+            *(run.left if run else ()),
+            *(allocation.node for allocation in (before.allocations if before else ())),
+        )
         names = tuple(dict.fromkeys(part))
         self.results.append(
             JobResult(
@@ -271,7 +278,7 @@ class _Draft:
                 continue
             usable = self.usable(job, self.idle)
             if len(usable) >= need:
-                self._seat(job, usable[:need])
+                self._allocate(job, usable[:need])
                 continue
             if len(self.usable(job, self.takers)) < job.min_nodes:
                 continue  # the pool could not run it, were it empty
@@ -285,48 +292,53 @@ class _Draft:
             run = self._runs.get(job.job)
             if not self.idle:
                 return
-            if run is None or not run.seats or run.ending is not None or job.job not in self._jobs:
+            if run is None or not run.allocations or run.ending is not None or job.job not in self._jobs:
                 continue
-            room = job.max_nodes - len(run.seats)
+            room = job.max_nodes - len(run.allocations)
             if room > 0 and (usable := self.usable(job, self.idle)[:room]):
                 beyond = (len(run.staying) + len(usable)) % job.nodes_multiple_of
-                self._seat(job, usable[: max(0, len(usable) - beyond)])
+                self._allocate(job, usable[: max(0, len(usable) - beyond)])
 
     def _reclaim(self, job: Job, missing: int) -> bool:
         """Asks runs to give nodes back, if that is enough for the job. Counts those that are leaving already."""
         coming = 0
-        surplus: list[tuple[str, Seat]] = []
-        """The job and the seat."""
+        surplus: list[tuple[str, Allocation]] = []
+        """The job and the allocation."""
         for run in sorted(self._runs.values(), key=lambda run: -self._place(run.job)):
             owner = self._jobs.get(run.job)
-            present = sum(1 for seat in run.staying if seat.incarnation in self._live)
+            present = sum(1 for allocation in run.staying if allocation.incarnation in self._live)
             spare = present - owner.min_nodes if owner is not None else 0
-            for seat in reversed(run.seats):
-                node = self._live.get(seat.incarnation)
+            for allocation in reversed(run.allocations):
+                node = self._live.get(allocation.incarnation)
                 if run.job == job.job or node is None or not node.may_take_jobs or self.refuses(job, node):
                     continue
-                if seat.leaving or run.ending is not None:
+                if allocation.leaving or run.ending is not None:
                     coming += 1
                 elif spare > 0:
                     spare -= 1
-                    surplus.append((run.job, seat))
+                    surplus.append((run.job, allocation))
         if coming + len(surplus) < missing:
             return False
-        for name, seat in surplus[: max(0, missing - coming)]:
+        for name, allocation in surplus[: max(0, missing - coming)]:
             run = self._runs[name]
-            seats = tuple(replace(one, leaving=True) if one == seat else one for one in run.seats)
-            self._runs[name] = replace(run, seats=seats)
+            allocations = tuple(
+                replace(one, leaving=True) if one == allocation else one for one in run.allocations
+            )
+            self._runs[name] = replace(run, allocations=allocations)
         return True
 
-    def _seat(self, job: Job, nodes: Iterable[PoolNode]) -> None:
+    def _allocate(self, job: Job, nodes: Iterable[PoolNode]) -> None:
         run = self._runs.get(job.job)
         if run is None:
             run = Attempt(job.job, 1, self._now, ())
         elif run.is_over:
             run = replace(run, attempt=run.attempt + 1, started_at=self._now, left=())
         for node in nodes:
-            self._tickets += 1
-            run = replace(run, seats=(*run.seats, Seat(node.node, node.incarnation, self._tickets)))
+            self._allocation_ids += 1
+            run = replace(
+                run,
+                allocations=(*run.allocations, Allocation(node.node, node.incarnation, self._allocation_ids)),
+            )
             self.idle.remove(node)
         self._runs[job.job] = run
 
@@ -348,7 +360,7 @@ class _Draft:
         runs = sorted(known, key=lambda run: self._place(run.job))
         most = max(1, MOST_REFUSALS // max(1, sum(bool(run.refusals) for run in runs)))
         few = (replace(run, refusals=dict(list(run.refusals.items())[-most:])) for run in runs)
-        return Plan(self._tickets, tuple(few))
+        return Plan(self._allocation_ids, tuple(few))
 
 
 def _too_old(results: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ are the network (each request and reply has a delay, either may be lost), the jo
 the nemesis that kills and cuts off daemons, and lets nodes leave. At `CALM_AT` everything is healed, and at `END_AT`
 every job must have a result. The promises are checked at the very event that would break one:
 
-    P1   no node has processes of two jobs, and none takes a seat twice
+    P1   no node has processes of two jobs, and none takes an allocation twice
     P2   a run begins with its least number of nodes, and has at most its most
     P3   no job that fits into the pool is overtaken by a younger one
     P4   every job gets one result, and a true one
-    P5   a seat is kept until its processes are gone, or its node is lost
+    P5   an allocation is kept until its processes are gone, or its node is lost
     P6   what a run gives back leaves it its least
     P7   what a run gets beyond its least makes a larger multiple, where its nodes train in multiples
 
@@ -32,6 +32,8 @@ from elastic_agent.pool.member import Assignment, PoolMember
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
+    AllocationEnd,
+    AllocationOutcome,
     Attempt,
     Cancel,
     Job,
@@ -40,8 +42,6 @@ from elastic_agent.pool.records import (
     Plan,
     Pool,
     PoolNode,
-    SeatEnd,
-    SeatOutcome,
 )
 from elastic_agent.pool.schedule import MOST_ATTEMPTS, Decision, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
@@ -70,29 +70,29 @@ CANCELLED_WITHIN_S = 15.0
 
 BUGS = (
     "processes that are left do not count",
-    "a seat is free as soon as it is to be left",
+    "an allocation is free as soon as it is to be left",
     "the plan is written without compare",
     "a run starts with fewer nodes",
     "a run has more nodes than it may",
     "a younger job overtakes",
     "a run gives back too much",
     "a run gets what makes no multiple",
-    "a seat is taken twice",
+    "an allocation is taken twice",
     "a job whose nodes were lost is forgotten",
     "a cancelled job runs on",
-    "a second attempt gets no seats",
+    "a second attempt gets no allocations",
     "the end of one node is a success",
-    "a node that leaves is given a seat",
+    "a node that leaves is given an allocation",
 )
 """Planted on purpose, one at a time: each must be caught, or the checks prove nothing."""
 
 
 @dataclass
-class Seated:
+class Allocated:
     """The agent of a job on one node."""
 
     job: Job
-    ticket: int
+    allocation_id: int
     life: int
     leaves: bool = False
 
@@ -111,7 +111,7 @@ class Truth:
 
 
 class Daemon:
-    """One node: its daemon, and the processes of the seat that it has taken."""
+    """One node: its daemon, and the processes of the allocation that it has taken."""
 
     def __init__(self, sim: PoolSimulation, name: str) -> None:
         self.sim, self.name = sim, name
@@ -119,7 +119,7 @@ class Daemon:
         self.cut = False
         self.running = False
         self.leaves_since = math.inf
-        self.children: list[Seated] = []
+        self.children: list[Allocated] = []
         self.member: PoolMember
         self.boot()
 
@@ -167,7 +167,9 @@ class Daemon:
         for child in self.children:
             if member.must_leave and not child.leaves:
                 child.leaves = True
-                self.soon(sim.rng.uniform(0.1, 1.5), lambda child=child: self.end(child, SeatOutcome.LEFT))
+                self.soon(
+                    sim.rng.uniform(0.1, 1.5), lambda child=child: self.end(child, AllocationOutcome.LEFT)
+                )
         if member.lease != self._kept:
             self._kept = member.lease
             self.soon(LEASE_TTL_S / 5, self._keep_alive)
@@ -179,28 +181,30 @@ class Daemon:
             self.soon(max(0.0, at - sim.now) + 0.001, self.turn)
 
     def _start(self, due: Assignment) -> None:
-        sim, truth, ticket = self.sim, self.sim.truths[due.job.job], due.seat.ticket
+        sim, truth, allocation_id = self.sim, self.sim.truths[due.job.job], due.allocation.id
         sim.require(
             not self.children, "P1", f"{self.name} has processes of {self.children} and starts {due.job.job}"
         )
         sim.require(
-            (self.name, ticket) not in truth.started, "P1", f"{self.name} takes the seat {ticket} twice"
+            (self.name, allocation_id) not in truth.started,
+            "P1",
+            f"{self.name} takes the allocation {allocation_id} twice",
         )
-        truth.started.add((self.name, ticket))
-        child = Seated(due.job, ticket, self.life)
+        truth.started.add((self.name, allocation_id))
+        child = Allocated(due.job, allocation_id, self.life)
         self.children.append(child)
-        self.member.started(ticket)
+        self.member.started(allocation_id)
         sim.seen["started"] += 1
         if sim.rng.random() < 0.05 and sim.now < CALM_AT:
-            self.soon(sim.rng.uniform(0.1, 1.0), lambda: self.end(child, SeatOutcome.NOT_HERE))
+            self.soon(sim.rng.uniform(0.1, 1.0), lambda: self.end(child, AllocationOutcome.NOT_HERE))
         sim.work_on(due.job.job)
 
-    def end(self, child: Seated, outcome: SeatOutcome) -> None:
+    def end(self, child: Allocated, outcome: AllocationOutcome) -> None:
         if child in self.children:
             self.children.remove(child)
-            self.sim.seen[f"seat {outcome.value}"] += 1
-            self.member.ended(SeatEnd(child.job.job, child.ticket, outcome, 0, outcome.value))
-            if self.sim.bug == "a seat is taken twice":
+            self.sim.seen[f"allocation {outcome.value}"] += 1
+            self.member.ended(AllocationEnd(child.job.job, child.allocation_id, outcome, 0, outcome.value))
+            if self.sim.bug == "an allocation is taken twice":
                 self.member.record = replace(self.member.record, ended=None)
             self.turn()
 
@@ -247,7 +251,7 @@ class PoolSimulation:
         """Called, and forgotten, when the store has changed."""
         self._shown = 0
         self._given_at: dict[int, int] = {}
-        """By ticket: the store's revision."""
+        """By allocation_id: the store's revision."""
         self.plan = Plan()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -398,7 +402,7 @@ class PoolSimulation:
     def work_on(self, name: str) -> None:
         """A job that has its least number of agents is done after its work, if it keeps them."""
 
-        def team() -> list[tuple[Daemon, Seated]]:
+        def team() -> list[tuple[Daemon, Allocated]]:
             return [
                 (daemon, child)
                 for daemon in self.daemons
@@ -410,17 +414,19 @@ class PoolSimulation:
             truth, left = self.truths[name], [one for one in team() if not one[1].leaves]
             if not left or len(left) < left[0][1].job.min_nodes:
                 return
-            if not (truth.done or truth.failed) and not team_then <= {child.ticket for _, child in left}:
-                self.after(truth.work_s, lambda: done({child.ticket for _, child in left}))
+            if not (truth.done or truth.failed) and not team_then <= {
+                child.allocation_id for _, child in left
+            }:
+                self.after(truth.work_s, lambda: done({child.allocation_id for _, child in left}))
                 return
             truth.failed, truth.done = truth.fails, not truth.fails
-            outcome = SeatOutcome.FAILED if truth.fails else SeatOutcome.SUCCEEDED
+            outcome = AllocationOutcome.FAILED if truth.fails else AllocationOutcome.SUCCEEDED
             for daemon, child in left:
                 daemon.soon(
                     self.rng.uniform(0.0, 0.5), lambda daemon=daemon, child=child: daemon.end(child, outcome)
                 )
 
-        members = {child.ticket for _, child in team()}
+        members = {child.allocation_id for _, child in team()}
         self.after(self.truths[name].work_s, lambda: done(members))
 
     # ------------------------------------------------------------ what is decided
@@ -446,13 +452,13 @@ class PoolSimulation:
             seen = replace(pool, jobs=tuple(sorted(pool.jobs, key=lambda job: job.min_nodes)))
         elif bug == "a cancelled job runs on":
             seen = replace(pool, cancelled={})
-        elif bug == "a node that leaves is given a seat":
+        elif bug == "a node that leaves is given an allocation":
             seen = replace(pool, nodes=tuple(replace(node, leaving=False) for node in pool.nodes))
         decision = decide(seen, now)
         if decision is None:
             return None
-        if bug == "a seat is free as soon as it is to be left":
-            runs = tuple(replace(run, seats=run.staying) for run in decision.plan.attempts)
+        if bug == "an allocation is free as soon as it is to be left":
+            runs = tuple(replace(run, allocations=run.staying) for run in decision.plan.attempts)
             decision = replace(decision, plan=replace(decision.plan, attempts=runs))
         elif bug == "a job whose nodes were lost is forgotten":
             lost = {run.job for run in decision.plan.attempts if run.is_over or run.attempt > 1}
@@ -462,11 +468,15 @@ class PoolSimulation:
                 if one in self.truths
             )
             decision = replace(decision, results=results[:1] or decision.results)
-        elif bug == "a second attempt gets no seats":
+        elif bug == "a second attempt gets no allocations":
             known = {run.job: run for run in pool.plan.attempts}
             runs = tuple(run if run.attempt == 1 else known[run.job] for run in decision.plan.attempts)
-            tickets = pool.plan.tickets if runs == pool.plan.attempts else decision.plan.tickets
-            decision = replace(decision, plan=replace(decision.plan, attempts=runs, tickets=tickets))
+            allocation_ids = (
+                pool.plan.allocation_ids if runs == pool.plan.attempts else decision.plan.allocation_ids
+            )
+            decision = replace(
+                decision, plan=replace(decision.plan, attempts=runs, allocation_ids=allocation_ids)
+            )
         elif bug == "the end of one node is a success":
             results = tuple(replace(result, outcome=Outcome.SUCCEEDED) for result in decision.results)
             decision = replace(decision, results=results)
@@ -489,26 +499,29 @@ class PoolSimulation:
 
     def _check_decision(self, decision: Decision, live: dict[str, PoolNode]) -> None:
         before, after = self.plan, decision.plan
-        self.say(
-            f"plan {[(run.job, [seat.node + '-' * seat.leaving for seat in run.seats]) for run in after.runs]}"
-        )
+        told = [(run.job, [one.node + "-" * one.leaving for one in run.allocations]) for run in after.runs]
+        self.say(f"plan {told}")
         jobs = {job.job: job for job in self._jobs()}
         for result in decision.results:
             self._check_result(result)
-        self._check_seats(before, after, live)
+        self._check_allocations(before, after, live)
         running = {run.job for run in before.runs}
         for run in after.runs:
             job = jobs[run.job]
             self.require(
-                len({seat.node for seat in run.seats}) == len(run.seats),
+                len({allocation.node for allocation in run.allocations}) == len(run.allocations),
                 "P1",
-                f"two seats of {run.job} on one node",
+                f"two allocations of {run.job} on one node",
             )
-            self.require(len(run.staying) <= job.max_nodes, "P2", f"{run.job} has {len(run.staying)} seats")
+            self.require(
+                len(run.staying) <= job.max_nodes, "P2", f"{run.job} has {len(run.staying)} allocations"
+            )
             if run.job not in running:
                 self.seen["attempt" if run.attempt == 1 else "another attempt"] += 1
                 self.require(
-                    len(run.seats) >= job.min_nodes, "P2", f"{run.job} begins with {len(run.seats)} seats"
+                    len(run.allocations) >= job.min_nodes,
+                    "P2",
+                    f"{run.job} begins with {len(run.allocations)} allocations",
                 )
                 self._check_order(job, list(jobs.values()), after, live)
             elif (was := before.run_of(run.job)) is not None and run.ending is None:
@@ -516,26 +529,38 @@ class PoolSimulation:
                 self._check_multiple(job, was, run)
         self.plan = after
 
-    def _check_seats(self, before: Plan, after: Plan, live: dict[str, PoolNode]) -> None:
-        kept = {seat.ticket for run in after.runs for seat in run.seats}
-        places = [seat.incarnation for run in after.runs for seat in run.seats]
-        self.require(len(set(places)) == len(places), "P1", f"a node has two seats: {after}")
-        for seat in (seat for run in before.runs for seat in run.seats if seat.ticket not in kept):
-            node = live.get(seat.incarnation)
-            back = node is not None and self._created(node) > self._given_at[seat.ticket]
-            gone = node is None or back or (node.ended is not None and node.ended.ticket == seat.ticket)
-            self.require(gone, "P5", f"{seat} was dropped, and its node says {node}")
-        known = {seat.ticket for run in before.runs for seat in run.seats}
-        for seat in (seat for run in after.runs for seat in run.seats if seat.ticket not in known):
-            node = live.get(seat.incarnation)
-            self._given_at[seat.ticket] = self.kv.revision
-            self.require(seat.ticket > before.tickets, "P1", f"{seat} has an old ticket")
-            self.require(
-                node is None or not node.running, "P1", f"{seat} was given, and its node says {node}"
+    def _check_allocations(self, before: Plan, after: Plan, live: dict[str, PoolNode]) -> None:
+        kept = {allocation.id for run in after.runs for allocation in run.allocations}
+        places = [allocation.incarnation for run in after.runs for allocation in run.allocations]
+        self.require(len(set(places)) == len(places), "P1", f"a node has two allocations: {after}")
+        for allocation in (
+            allocation for run in before.runs for allocation in run.allocations if allocation.id not in kept
+        ):
+            node = live.get(allocation.incarnation)
+            back = node is not None and self._created(node) > self._given_at[allocation.id]
+            gone = (
+                node is None or back or (node.ended is not None and node.ended.allocation_id == allocation.id)
             )
-            leaves = next(one.leaves_since for one in self.daemons if one.name == seat.node)
+            self.require(gone, "P5", f"{allocation} was dropped, and its node says {node}")
+        known = {allocation.id for run in before.runs for allocation in run.allocations}
+        for allocation in (
+            allocation for run in after.runs for allocation in run.allocations if allocation.id not in known
+        ):
+            node = live.get(allocation.incarnation)
+            self._given_at[allocation.id] = self.kv.revision
             self.require(
-                self.now < leaves + LATE_S, "P1", f"{seat} was given, and its node leaves since {leaves}"
+                allocation.id > before.allocation_ids,
+                "P1",
+                f"{allocation} has an old allocation_id",
+            )
+            self.require(
+                node is None or not node.running, "P1", f"{allocation} was given, and its node says {node}"
+            )
+            leaves = next(one.leaves_since for one in self.daemons if one.name == allocation.node)
+            self.require(
+                self.now < leaves + LATE_S,
+                "P1",
+                f"{allocation} was given, and its node leaves since {leaves}",
             )
 
     def _check_order(self, job: Job, jobs: list[Job], after: Plan, live: dict[str, PoolNode]) -> None:
@@ -562,23 +587,23 @@ class PoolSimulation:
             self.seen["too large a job was passed"] += 1
 
     def _check_least(self, job: Job, was: Attempt, run: Attempt, live: dict[str, PoolNode]) -> None:
-        asked = {seat.ticket for seat in run.seats if seat.leaving} - {
-            seat.ticket for seat in was.seats if seat.leaving
+        asked = {allocation.id for allocation in run.allocations if allocation.leaving} - {
+            allocation.id for allocation in was.allocations if allocation.leaving
         }
-        nodes = [live.get(seat.incarnation) for seat in run.seats if seat.ticket in asked]
+        nodes = [live.get(allocation.incarnation) for allocation in run.allocations if allocation.id in asked]
         if any(node is not None and not node.leaving for node in nodes):
             self.seen["gave back"] += 1
             self.require(
-                len(run.staying) >= job.min_nodes, "P6", f"{job.job} is left {len(run.staying)} seats"
+                len(run.staying) >= job.min_nodes, "P6", f"{job.job} is left {len(run.staying)} allocations"
             )
 
     def _check_multiple(self, job: Job, was: Attempt, run: Attempt) -> None:
-        if job.nodes_multiple_of > 1 and len(run.seats) > len(was.seats):
+        if job.nodes_multiple_of > 1 and len(run.allocations) > len(was.allocations):
             self.seen["grew to a multiple"] += 1
             self.require(
                 len(run.staying) <= job.min_nodes or len(run.staying) % job.nodes_multiple_of == 0,
                 "P7",
-                f"{job.job} gets some of {len(run.staying)} seats in vain",
+                f"{job.job} gets some of {len(run.staying)} allocations in vain",
             )
 
     def _check_result(self, result: JobResult) -> None:

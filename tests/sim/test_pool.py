@@ -27,7 +27,7 @@ MUST_HAPPEN = (
     "gave back",
     "grew to a multiple",
     "too large a job was passed",
-    "seat not_here",
+    "allocation not_here",
     "result succeeded",
     "result failed",
     "result cancelled",

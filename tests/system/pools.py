@@ -140,9 +140,9 @@ class Pool:
         finally:
             store.close()
 
-    def seats(self, job: str) -> list[str]:
+    def allocations(self, job: str) -> list[str]:
         run = self.view().plan.run_of(job)
-        return [seat.node for seat in run.seats] if run is not None else []
+        return [allocation.node for allocation in run.allocations] if run is not None else []
 
     def workers(self) -> list[Process]:
         return self.job.workers()

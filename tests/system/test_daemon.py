@@ -52,11 +52,11 @@ def test_a_job_gives_the_node_that_it_can_spare_to_the_next_one(pool: Pool) -> N
     second = pool.submit()
     pool.starts(second, 1)
     pool.job.wait_for(lambda: any(start["world"] == 1 for start in pool.starts_of(first)), "one node for it")
-    (there,), (here,) = pool.seats(second), pool.seats(first)
+    (there,), (here,) = pool.allocations(second), pool.allocations(first)
     assert {here, there} == {"a", "b"}
     pool.end_job(second)
     assert pool.wait(second) == ExitCode.SUCCESS
-    pool.job.wait_for(lambda: len(pool.seats(first)) == 2, "the first job to take the node again")
+    pool.job.wait_for(lambda: len(pool.allocations(first)) == 2, "the first job to take the node again")
     pool.end_job(first)
     assert pool.wait(first) == ExitCode.SUCCESS
 

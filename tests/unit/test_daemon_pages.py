@@ -16,6 +16,7 @@ from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
+    Allocation,
     Attempt,
     Job,
     Plan,
@@ -23,7 +24,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     PoolView,
     Record,
-    Seat,
 )
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put, run_prefix
@@ -137,7 +137,7 @@ def test_nodes_and_jobs_are_counted() -> None:
         PoolNode("busy", "y1", running=3),
         job,
         replace(job, job="q"),
-        Plan(1, (Attempt("r", 1, 0.0, (Seat("seated", "s1", 1),)),)),
+        Plan(1, (Attempt("r", 1, 0.0, (Allocation("seated", "s1", 1),)),)),
     ]
     view = PoolView()
     entries = (Entry(one.key, one.to_json(), at, at) for at, one in enumerate(records, 1))

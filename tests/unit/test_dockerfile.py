@@ -61,5 +61,8 @@ def test_a_wheel_made_of_the_context_holds_every_module(installed: Installed) ->
     assert len(modules) > 50
     assert {f"elastic_agent/{module}" for module in modules} <= packed
     assert {"elastic_agent/__main__.py", "elastic_agent/py.typed"} <= packed
-    assert {"elastic_agent/agent/observability/page.html", "elastic_agent/rendezvous/etcd/etcd.proto"} <= packed
+    assert {
+        "elastic_agent/agent/observability/page.html",
+        "elastic_agent/rendezvous/etcd/etcd.proto",
+    } <= packed
     assert "elastic_agent/deploy/systemd/elastic-agent@.service" in packed

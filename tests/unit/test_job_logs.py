@@ -22,6 +22,7 @@ from elastic_agent.pool.commands import JobLog, Unreadable, ask_daemon, nodes_of
 from elastic_agent.pool.job_agent import JobAgent, JobLogs
 from elastic_agent.pool.pages import DaemonPages, PoolMetrics
 from elastic_agent.pool.records import (
+    Allocation,
     Attempt,
     Job,
     JobResult,
@@ -30,7 +31,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     PoolView,
     Record,
-    Seat,
 )
 from elastic_agent.pool.standby import AgentCommand, Standby
 from elastic_agent.rendezvous.records import Endpoint
@@ -220,8 +220,8 @@ def view_of(*records: Record) -> PoolView:
 
 JOB = Job("j", "train.py", (), ("--", "train.py"), {}, "/", 2, 2, 0.0, "u")
 A, B, C = (PoolNode(name, f"{name}1") for name in "abc")
-BOTH = Plan(2, (Attempt("j", 1, 0.0, (Seat("a", "a1", 1), Seat("b", "b1", 2))),))
-ON_A = Plan(1, (Attempt("j", 1, 0.0, (Seat("a", "a1", 1),)),))
+BOTH = Plan(2, (Attempt("j", 1, 0.0, (Allocation("a", "a1", 1), Allocation("b", "b1", 2))),))
+ON_A = Plan(1, (Attempt("j", 1, 0.0, (Allocation("a", "a1", 1),)),))
 RUNNING = view_of(A, B, C, JOB, BOTH)
 
 

@@ -31,6 +31,7 @@ from elastic_agent.pool.records import (
     NODES_PREFIX,
     PLAN_KEY,
     SCOPES,
+    Allocation,
     Attempt,
     Job,
     JobResult,
@@ -39,7 +40,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     PoolView,
     Record,
-    Seat,
 )
 from elastic_agent.pool.submit import submit
 from elastic_agent.rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
@@ -374,8 +374,10 @@ def test_what_ends_meanwhile_is_not_cancelled(
 
 def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = pool.view.nodes
-    seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
-    runs = (Attempt("cd34", 1, 1.75e9, seats),)
+    allocations = tuple(
+        Allocation(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes)
+    )
+    runs = (Attempt("cd34", 1, 1.75e9, allocations),)
     pool.put(JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
     assert jobs(["--json"]) == ExitCode.SUCCESS
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
@@ -562,7 +564,7 @@ def test_logs_of_a_job_that_runs_cut_no_line(
     store: PoolStore, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setattr(commands, "ask_daemon", lambda node, job, start: b"1\n2"[start:])
-    run = Attempt("ab12", 1, 0.0, (Seat("a", "a1", 1),))
+    run = Attempt("ab12", 1, 0.0, (Allocation("a", "a1", 1),))
     store.put(PoolNode("a", "a1"), JOB, Plan(1, (run,)))
     assert logs(["ab12"]) == ExitCode.SUCCESS
     assert capfdbinary.readouterr().out == b"1\n"

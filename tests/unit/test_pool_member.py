@@ -1,4 +1,4 @@
-"""One daemon's part in its pool, over a real kv and a clock moved by hand: joining, seats, leases, what is odd."""
+"""One daemon's part in its pool, over a real kv and a clock moved by hand: joining, allocations, leases, oddities."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
     PLAN_KEY,
+    Allocation,
+    AllocationEnd,
+    AllocationOutcome,
     Attempt,
     Cancel,
     Job,
@@ -19,9 +22,6 @@ from elastic_agent.pool.records import (
     Outcome,
     Plan,
     PoolNode,
-    Seat,
-    SeatEnd,
-    SeatOutcome,
 )
 from elastic_agent.pool.schedule import REFUSAL_S, Decision
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
@@ -34,7 +34,7 @@ WALL = 1.0e9
 
 
 class Daemon:
-    """A member, and what its loop would do; it takes its seats when a test says so."""
+    """A member, and what its loop would do; it takes its allocations when a test says so."""
 
     def __init__(self, bench: Bench, name: str, life: int) -> None:
         self.bench = bench
@@ -81,15 +81,15 @@ class Daemon:
         return bool(changes)
 
     def start(self) -> int:
-        """Take the seat that is due."""
+        """Take the allocation that is due."""
         due = self.member.to_start
         assert due is not None
-        self.member.started(due.seat.ticket)
-        return due.seat.ticket
+        self.member.started(due.allocation.id)
+        return due.allocation.id
 
-    def end(self, outcome: SeatOutcome = SeatOutcome.SUCCEEDED) -> None:
-        ticket = self.member.record.running
-        self.member.ended(SeatEnd("x", ticket, outcome, 0, "why"))
+    def end(self, outcome: AllocationOutcome = AllocationOutcome.SUCCEEDED) -> None:
+        allocation_id = self.member.record.running
+        self.member.ended(AllocationEnd("x", allocation_id, outcome, 0, "why"))
 
 
 class Bench:
@@ -176,7 +176,7 @@ def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:
     bench.submit("x")
     a.start()
     bench.settle()
-    assert a.member.to_start is None, "a seat is not taken twice"
+    assert a.member.to_start is None, "an allocation is not taken twice"
     a.end()
     assert a.member.to_start is None
     bench.settle()
@@ -187,7 +187,7 @@ def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:
     assert bench.plan.runs == ()
 
 
-def test_a_seat_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
+def test_an_allocation_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.submit("x")
     first = a.start()
@@ -196,14 +196,14 @@ def test_a_seat_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
         bench.wait(2.0)
         assert a.member.to_start is None
     a.replies_to_lose = 1
-    a.end(SeatOutcome.NOT_HERE)
+    a.end(AllocationOutcome.NOT_HERE)
     bench.wait(2.0)
     assert "a" in bench.plan.refusals_of("x")
     bench.wait(REFUSAL_S)
     assert a.start() > first
 
 
-def test_a_seat_that_is_to_be_left_before_it_was_taken_is_left_at_once(bench: Bench) -> None:
+def test_an_allocation_that_is_to_be_left_before_it_was_taken_is_left_at_once(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.submit("x")
     bench.put("cancels/x", Cancel("x", "me").to_json())
@@ -212,7 +212,7 @@ def test_a_seat_that_is_to_be_left_before_it_was_taken_is_left_at_once(bench: Be
     assert result is not None
     assert result.outcome is Outcome.CANCELLED
     assert a.member.record.ended is not None
-    assert a.member.record.ended.outcome is SeatOutcome.LEFT
+    assert a.member.record.ended.outcome is AllocationOutcome.LEFT
 
 
 def test_a_cancelled_job_leaves_its_node(bench: Bench) -> None:
@@ -223,13 +223,13 @@ def test_a_cancelled_job_leaves_its_node(bench: Bench) -> None:
     assert not a.member.must_leave
     bench.put("cancels/x", Cancel("x", "me").to_json())
     assert a.member.must_leave
-    a.end(SeatOutcome.LEFT)
+    a.end(AllocationOutcome.LEFT)
     bench.settle()
     assert bench.result("x") is not None
     assert bench.value("cancels/x") is None
 
 
-def test_a_daemon_that_leaves_takes_no_seat(bench: Bench) -> None:
+def test_a_daemon_that_leaves_takes_no_allocation(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.settle()
     a.member.leave()
@@ -257,7 +257,7 @@ def test_a_reason_with_what_no_reader_sees_is_written_once(bench: Bench, odd: st
     a.member.report_problem("")
     bench.submit("x")
     a.start()
-    a.member.ended(SeatEnd("x", a.member.record.running, SeatOutcome.NOT_HERE, 0, f"no {odd}"))
+    a.member.ended(AllocationEnd("x", a.member.record.running, AllocationOutcome.NOT_HERE, 0, f"no {odd}"))
     bench.settle()
     assert bench.plan.runs == (), "the pool goes on"
 
@@ -265,7 +265,7 @@ def test_a_reason_with_what_no_reader_sees_is_written_once(bench: Bench, odd: st
 # ---------------------------------------------------------------- leases and the store's outages
 
 
-def test_a_daemon_that_loses_its_lease_keeps_its_seat_and_what_runs_there(bench: Bench) -> None:
+def test_a_daemon_that_loses_its_lease_keeps_its_allocation_and_what_runs_there(bench: Bench) -> None:
     a, b = bench.daemon("a"), bench.daemon("b")
     bench.submit("x")
     a.start()
@@ -299,7 +299,7 @@ def test_a_daemon_that_its_store_does_not_answer_is_not_current(bench: Bench) ->
     assert a.member.is_current(bench.now)
 
 
-def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> None:
+def test_a_daemon_that_was_away_for_too_long_has_lost_its_allocation(bench: Bench) -> None:
     a, b = bench.daemon("a"), bench.daemon("b")
     bench.submit("x")
     a.start()
@@ -312,7 +312,7 @@ def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> 
     a.connected = True
     bench.wait(2.0)
     assert a.member.must_leave
-    a.end(SeatOutcome.LEFT)
+    a.end(AllocationOutcome.LEFT)
     bench.wait(1.0)
     assert a.member.to_start is None
     assert bench.plan.refusals_of("x") == {}, "it has left as it was asked to"
@@ -327,9 +327,9 @@ def test_a_node_that_is_missing_for_long_enough_is_counted_as_lost(bench: Bench)
     b.connected = False
     bench.wait(TTL_S + 0.5)
     assert bench.value("nodes/b") is None
-    assert [seat.node for seat in bench.plan.runs[0].seats] == ["a", "b"]
+    assert [allocation.node for allocation in bench.plan.runs[0].allocations] == ["a", "b"]
     bench.wait(TTL_S)
-    assert [seat.node for seat in bench.plan.runs[0].seats] == ["a"]
+    assert [allocation.node for allocation in bench.plan.runs[0].allocations] == ["a"]
 
 
 def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -> None:
@@ -344,7 +344,7 @@ def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -
     a.member.answered(decision, bench.serve(decision, connected=True), bench.now)
     assert a.member.subscription is None
     bench.settle()
-    assert bench.plan.runs[0].seats[0].ticket == 8
+    assert bench.plan.runs[0].allocations[0].id == 8
 
 
 # ---------------------------------------------------------------- names and odd records
@@ -384,7 +384,7 @@ def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench:
     assert a.member.tracks
 
 
-@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"tickets":0,"attempts":[]}'])
+@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"allocation_ids":0,"attempts":[]}'])
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, there_before: bool) -> None:
     a = bench.daemon("a")
@@ -429,11 +429,11 @@ def test_a_store_of_another_kind_ends_the_daemon(bench: Bench) -> None:
     assert a.member.mismatch == "another version"
 
 
-def test_a_seat_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -> None:
+def test_an_allocation_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.settle()
-    seats = (Seat("a", "a-1", 1),)
-    bench.put(PLAN_KEY, Plan(1, (Attempt("gone", 1, WALL, seats),)).to_json())
+    allocations = (Allocation("a", "a-1", 1),)
+    bench.put(PLAN_KEY, Plan(1, (Attempt("gone", 1, WALL, allocations),)).to_json())
     assert a.member.to_start is None
     assert bench.plan.runs == ()
 
@@ -460,7 +460,7 @@ def test_news_of_an_older_request_counts_for_nothing(bench: Bench) -> None:
     assert a.member.lease == 78
 
 
-def test_a_daemon_has_departed_when_its_last_seat_is_out_of_the_plan(bench: Bench) -> None:
+def test_a_daemon_has_departed_when_its_last_allocation_is_out_of_the_plan(bench: Bench) -> None:
     a, b = bench.daemon("a"), bench.daemon("b")
     assert a.member.has_departed, "nothing was begun"
     bench.submit("x")
@@ -469,7 +469,7 @@ def test_a_daemon_has_departed_when_its_last_seat_is_out_of_the_plan(bench: Benc
     a.member.leave()
     bench.settle()
     assert not a.member.has_departed
-    a.end(SeatOutcome.LEFT)
+    a.end(AllocationOutcome.LEFT)
     assert not a.member.has_departed
     bench.settle()
     assert a.member.has_departed

@@ -17,6 +17,9 @@ from elastic_agent.pool.records import (
     MOST_WORDS,
     RECORDS,
     SCHEMA,
+    Allocation,
+    AllocationEnd,
+    AllocationOutcome,
     Attempt,
     Cancel,
     Ending,
@@ -27,9 +30,6 @@ from elastic_agent.pool.records import (
     PoolNode,
     Record,
     Refusal,
-    Seat,
-    SeatEnd,
-    SeatOutcome,
     short,
 )
 from elastic_agent.rendezvous.errors import RecordInvalid
@@ -47,11 +47,13 @@ JOB = Job(
     submitted_at=1.7e9,
     submitted_by="me@here",
 )
-END = SeatEnd("ab12", 3, SeatOutcome.NOT_HERE, -9, "killed")
+END = AllocationEnd("ab12", 3, AllocationOutcome.NOT_HERE, -9, "killed")
 NODE = PoolNode("a", "a-1", 4, running=4, ended=END, leaving=True, problem="disk full")
 NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t")
-SEAT = Seat("a", "a-1", 3, leaving=True)
-RUN = Attempt("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
+ALLOCATION = Allocation("a", "a-1", 3, leaving=True)
+RUN = Attempt(
+    "ab12", 2, 1.7e9, (ALLOCATION, Allocation("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9)
+)
 RUN = replace(RUN, refusals={"a": Refusal("why", 1.7e9)})
 PLAN = Plan(4, (RUN, Attempt("cd34", 2, 1.7e9, (), None, ("a",), 1)))
 RESULT = JobResult("ab12", Outcome.UNABLE, "why", 0, 3, None, 1.7e9, ("a", "b"))
@@ -100,7 +102,7 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("running",): number(0, BIG),
         ("ended",): OBJECT,
         ("ended", "job"): NAME,
-        ("ended", "ticket"): number(1, BIG),
+        ("ended", "allocation_id"): number(1, BIG),
         ("ended", "outcome"): CHOICE,
         ("ended", "code"): number(-255, 255),
         ("ended", "reason"): text(MAX_REASON),
@@ -112,16 +114,16 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("token",): text(128),
     },
     Plan: {
-        ("tickets",): number(0, BIG),
+        ("allocation_ids",): number(0, BIG),
         ("attempts",): [None, 1, "x", {}, [1], [None], [[]]],
         ("attempts", 0, "job"): NAME,
         ("attempts", 0, "attempt"): number(1, BIG),
         ("attempts", 0, "started_at"): INSTANT,
-        ("attempts", 0, "seats"): [None, 1, "x", {}, [1], [None], [[]]],
-        ("attempts", 0, "seats", 0, "node"): NAME,
-        ("attempts", 0, "seats", 0, "incarnation"): NAME,
-        ("attempts", 0, "seats", 0, "ticket"): number(1, BIG),
-        ("attempts", 0, "seats", 0, "leaving"): FLAG,
+        ("attempts", 0, "allocations"): [None, 1, "x", {}, [1], [None], [[]]],
+        ("attempts", 0, "allocations", 0, "node"): NAME,
+        ("attempts", 0, "allocations", 0, "incarnation"): NAME,
+        ("attempts", 0, "allocations", 0, "id"): number(1, BIG),
+        ("attempts", 0, "allocations", 0, "leaving"): FLAG,
         ("attempts", 0, "left"): words(MOST_NODES),
         ("attempts", 0, "ending"): OBJECT,
         ("attempts", 0, "ending", "outcome"): CHOICE,
@@ -252,9 +254,10 @@ def test_a_job_is_at_most_so_large() -> None:
 
 
 def test_a_plan_of_a_large_pool_fits() -> None:
-    seats = tuple(Seat(f"ip-10-0-{i}.a-region.internal", f"{i:012x}", i + 1) for i in range(4000))
+    allocations = tuple(Allocation(f"ip-10-0-{i}.a-region.internal", f"{i:012x}", i + 1) for i in range(4000))
     runs = tuple(
-        replace(RUN, job=f"{i:08x}", seats=seats[i * 40 : i * 40 + 40], ending=None) for i in range(100)
+        replace(RUN, job=f"{i:08x}", allocations=allocations[i * 40 : i * 40 + 40], ending=None)
+        for i in range(100)
     )
     assert len(Plan(4000, runs).to_json()) < MAX_RECORD_CHARS
 
@@ -272,10 +275,10 @@ def test_a_text_of_another_node_is_read_as_one_line() -> None:
     assert Cancel.read("k", json.dumps(body)).cancelled_by == "me 12:00:00 all is well"
 
 
-def test_a_node_has_one_seat_by_its_incarnation() -> None:
-    assert PLAN.seat_of("a", "a-1") == (RUN, SEAT)
-    assert PLAN.seat_of("a", "a-2") is None
-    assert RUN.staying == (Seat("b", "b-1", 4),)
+def test_a_node_has_one_allocation_by_its_incarnation() -> None:
+    assert PLAN.allocation_of("a", "a-1") == (RUN, ALLOCATION)
+    assert PLAN.allocation_of("a", "a-2") is None
+    assert RUN.staying == (Allocation("b", "b-1", 4),)
     assert PLAN.run_of("ab12") is RUN
     assert PLAN.run_of("cd34") is None
     assert PLAN.runs == (RUN,)

@@ -9,6 +9,8 @@ import pytest
 from elastic_agent.pool.records import (
     MAX_REASON,
     MAX_RECORD_CHARS,
+    AllocationEnd,
+    AllocationOutcome,
     Ending,
     Job,
     JobResult,
@@ -17,8 +19,6 @@ from elastic_agent.pool.records import (
     Pool,
     PoolNode,
     Refusal,
-    SeatEnd,
-    SeatOutcome,
 )
 from elastic_agent.pool.schedule import (
     END_GRACE_S,
@@ -58,7 +58,7 @@ def job(
     )
 
 
-def node(name: str, ended: SeatEnd | None = None, **facts: object) -> PoolNode:
+def node(name: str, ended: AllocationEnd | None = None, **facts: object) -> PoolNode:
     return replace(PoolNode(name, f"{name}-1", ended=ended), **facts)  # type: ignore[arg-type]
 
 
@@ -91,35 +91,36 @@ class Bench:
         )
 
     def decide(self) -> dict[str, str]:
-        """Until nothing is left to decide; the seats of each run, as `seats` shows them."""
+        """Until nothing is left to decide; the allocations of each run, as `allocations` shows them."""
         for _ in range(100):
             if (decision := decide(self.pool, self.now)) is None:
-                return self.seats
+                return self.allocations
             self.plan = decision.plan
             self.results += decision.results
             self.results = [result for result in self.results if result.job not in decision.forgotten]
         raise AssertionError("the decision does not come to rest")
 
     @property
-    def seats(self) -> dict[str, str]:
+    def allocations(self) -> dict[str, str]:
         """The nodes of each run, with a minus where they are to leave."""
         return {
-            run.job: "".join(seat.node + "-" * seat.leaving for seat in run.seats) for run in self.plan.runs
+            run.job: "".join(allocation.node + "-" * allocation.leaving for allocation in run.allocations)
+            for run in self.plan.runs
         }
 
     def run_all(self) -> None:
-        """Every node takes the seat that it has."""
+        """Every node takes the allocation that it has."""
         for run in self.plan.runs:
-            for seat in run.seats:
-                if seat.incarnation == self.nodes[seat.node].incarnation:
-                    self.nodes[seat.node] = replace(self.nodes[seat.node], running=seat.ticket)
+            for allocation in run.allocations:
+                if allocation.incarnation == self.nodes[allocation.node].incarnation:
+                    self.nodes[allocation.node] = replace(self.nodes[allocation.node], running=allocation.id)
 
-    def end(self, name: str, outcome: SeatOutcome, code: int = 0, reason: str = "why") -> None:
+    def end(self, name: str, outcome: AllocationOutcome, code: int = 0, reason: str = "why") -> None:
         """What runs on this node ends."""
         here = self.nodes[name]
-        found = self.plan.seat_of(name, here.incarnation)
+        found = self.plan.allocation_of(name, here.incarnation)
         assert found is not None
-        end = SeatEnd(found[0].job, found[1].ticket, outcome, code, reason)
+        end = AllocationEnd(found[0].job, found[1].id, outcome, code, reason)
         self.nodes[name] = replace(here, running=0, ended=end)
 
     def restart(self, name: str) -> None:
@@ -175,28 +176,33 @@ def test_a_node_that_takes_no_jobs_gets_none(facts: dict[str, object]) -> None:
     assert bench.decide() == {"x": "b"}
 
 
-def test_every_seat_has_a_ticket_of_its_own_and_none_is_given_again() -> None:
+def test_every_allocation_has_an_id_of_its_own_and_none_is_given_again() -> None:
     bench = Bench("ab", job("x", 2), job("y", 2))
     bench.decide()
     bench.run_all()
-    assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [1, 2]
-    bench.end("a", SeatOutcome.SUCCEEDED)
-    bench.end("b", SeatOutcome.SUCCEEDED)
+    assert [allocation.id for run in bench.plan.runs for allocation in run.allocations] == [1, 2]
+    bench.end("a", AllocationOutcome.SUCCEEDED)
+    bench.end("b", AllocationOutcome.SUCCEEDED)
     assert bench.decide() == {"y": "ab"}
-    assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [3, 4]
+    assert [allocation.id for run in bench.plan.runs for allocation in run.allocations] == [3, 4]
 
 
-def test_a_plan_that_went_back_with_its_store_gives_no_ticket_again() -> None:
-    """The store was restored: the plan knows seats that have ended since, and not those that came after them."""
+def test_a_plan_that_went_back_with_its_store_gives_no_id_again() -> None:
+    """The store was restored: the plan knows allocations that have ended since, and not those that came after them."""
     bench = Bench("ab", job("x", 2))
     bench.decide()
     before = bench.plan
-    for name, ticket in (("a", 7), ("b", 8)):
-        bench.nodes[name] = node(name, ended=SeatEnd("forgotten", ticket, SeatOutcome.REFUSED, 64, "why"))
+    for name, allocation_id in (("a", 7), ("b", 8)):
+        bench.nodes[name] = node(
+            name, ended=AllocationEnd("forgotten", allocation_id, AllocationOutcome.REFUSED, 64, "why")
+        )
     for plan in (Plan(), before):
         bench.plan = plan
         assert bench.decide() == {"x": "ab"}
-        assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [9, 10]
+        assert [allocation.id for run in bench.plan.runs for allocation in run.allocations] == [
+            9,
+            10,
+        ]
     assert not bench.outcomes, "what has ended was another job"
 
 
@@ -216,11 +222,11 @@ def test_a_run_gives_what_it_has_beyond_its_least_to_the_next_job_and_takes_it_b
     assert bench.decide() == {"x": "abc"}
     bench.run_all()
     bench.jobs.append(job("y"))
-    assert bench.decide() == {"x": "abc-"}, "the seat is kept until its processes are gone"
-    bench.end("c", SeatOutcome.LEFT)
+    assert bench.decide() == {"x": "abc-"}, "the allocation is kept until its processes are gone"
+    bench.end("c", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "ab", "y": "c"}
     bench.run_all()
-    bench.end("c", SeatOutcome.SUCCEEDED)
+    bench.end("c", AllocationOutcome.SUCCEEDED)
     assert bench.decide() == {"x": "abc"}
     assert bench.outcomes == {"y": Outcome.SUCCEEDED}
     assert not bench.plan.refusals_of("x"), "who leaves as it was asked to is not refused"
@@ -258,11 +264,11 @@ def test_no_more_is_asked_for_than_is_missing_beside_what_is_on_its_way() -> Non
     bench.run_all()
     bench.jobs.append(job("y", 2))
     assert bench.decide() == {"x": "abc-d-"}
-    bench.end("c", SeatOutcome.LEFT)
+    bench.end("c", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "abd-"}, "c waits for d: no other job gets it meanwhile"
     bench.jobs.append(job("z"))
     assert bench.decide() == {"x": "abd-"}, "z does not overtake y"
-    bench.end("d", SeatOutcome.LEFT)
+    bench.end("d", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "ab-", "y": "cd"}, "and now b is for z"
 
 
@@ -270,12 +276,12 @@ def test_a_run_that_lost_a_node_gets_another_before_a_younger_job_does() -> None
     bench = Bench("abc", job("x", 2), job("y", 1, 2))
     bench.decide()
     bench.run_all()
-    assert bench.seats == {"x": "ab", "y": "c"}
+    assert bench.allocations == {"x": "ab", "y": "c"}
     bench.nodes["d"] = node("d")
     assert bench.decide() == {"x": "ab", "y": "cd"}
     bench.lose("b")
     assert bench.decide() == {"x": "a", "y": "cd-"}
-    bench.end("d", SeatOutcome.LEFT)
+    bench.end("d", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "ad", "y": "c"}
 
 
@@ -286,11 +292,11 @@ def test_one_node_that_succeeds_is_the_end_of_its_job_once_all_have_ended() -> N
     bench = Bench("ab", job("x", 2))
     bench.decide()
     bench.run_all()
-    bench.end("b", SeatOutcome.SUCCEEDED, reason="done")
+    bench.end("b", AllocationOutcome.SUCCEEDED, reason="done")
     assert bench.decide() == {"x": "a"}
     assert bench.plan.runs[0].ending == Ending(Outcome.SUCCEEDED, "b: done", 0, NOW)
     assert not bench.results
-    bench.end("a", SeatOutcome.SUCCEEDED)
+    bench.end("a", AllocationOutcome.SUCCEEDED)
     assert bench.decide() == {}
     assert bench.results == [JobResult("x", Outcome.SUCCEEDED, "b: done", 0, 1, NOW, NOW, ("b", "a"))]
 
@@ -298,7 +304,7 @@ def test_one_node_that_succeeds_is_the_end_of_its_job_once_all_have_ended() -> N
 def test_the_exit_code_of_the_node_that_failed_is_the_jobs() -> None:
     bench = Bench("a", job("x"))
     bench.decide()
-    bench.end("a", SeatOutcome.FAILED, 3, "exit code 3")
+    bench.end("a", AllocationOutcome.FAILED, 3, "exit code 3")
     bench.decide()
     assert (bench.results[0].outcome, bench.results[0].code) == (Outcome.FAILED, 3)
 
@@ -307,13 +313,13 @@ def test_nodes_that_do_not_end_with_their_job_are_asked_to() -> None:
     bench = Bench("ab", job("x", 2))
     bench.decide()
     bench.run_all()
-    bench.end("b", SeatOutcome.FAILED, 1)
+    bench.end("b", AllocationOutcome.FAILED, 1)
     assert bench.decide() == {"x": "a"}
     bench.wait(END_GRACE_S)
     assert bench.decide() == {"x": "a-"}
 
 
-def test_a_node_that_is_lost_keeps_its_seat_until_it_has_been_missing_for_long_enough() -> None:
+def test_a_node_that_is_lost_keeps_its_allocation_until_it_has_been_missing_for_long_enough() -> None:
     bench = Bench("a", job("x"))
     bench.decide()
     missing = bench.nodes.pop("a")
@@ -339,13 +345,13 @@ def test_a_job_that_waits_again_gets_no_node_before_it_can_have_its_least() -> N
     assert bench.decide() == {"x": "cd"}
 
 
-def test_another_life_of_a_daemon_takes_a_new_seat_at_once() -> None:
+def test_another_life_of_a_daemon_takes_a_new_allocation_at_once() -> None:
     bench = Bench("ab", job("x", 2))
     bench.decide()
     bench.run_all()
     bench.restart("b")
     assert bench.decide() == {"x": "ab"}
-    assert [seat.incarnation for seat in bench.plan.runs[0].seats] == ["a-1", "b-2"]
+    assert [allocation.incarnation for allocation in bench.plan.runs[0].allocations] == ["a-1", "b-2"]
     assert bench.plan.runs[0].attempt == 1
 
 
@@ -355,7 +361,7 @@ def test_a_node_that_leaves_the_pool_leaves_its_job_and_another_takes_its_place(
     bench.run_all()
     bench.nodes["a"] = replace(bench.nodes["a"], leaving=True)
     assert bench.decide() == {"x": "a-b"}
-    bench.end("a", SeatOutcome.LEFT)
+    bench.end("a", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "b"}
     assert bench.plan.runs[0].attempt == 1
 
@@ -367,7 +373,7 @@ def test_what_a_node_reports_that_was_taken_for_lost_still_counts() -> None:
     silent = bench.nodes["a"]
     bench.lose("a")
     assert bench.decide() == {}
-    end = SeatEnd("x", silent.running, SeatOutcome.SUCCEEDED, 0, "done")
+    end = AllocationEnd("x", silent.running, AllocationOutcome.SUCCEEDED, 0, "done")
     bench.nodes["a"] = replace(silent, running=0, ended=end)
     assert bench.decide() == {}
     assert bench.outcomes == {"x": Outcome.SUCCEEDED}
@@ -380,7 +386,7 @@ def test_a_node_that_cannot_run_a_job_is_asked_again_later() -> None:
     bench = Bench("abc", job("x", 2))
     bench.decide()
     for _ in range(3):
-        bench.end("b", SeatOutcome.NOT_HERE, reason="no such directory")
+        bench.end("b", AllocationOutcome.NOT_HERE, reason="no such directory")
         bench.nodes.pop("c", None)
         assert bench.decide() == {"x": "a"}
         bench.wait(REFUSAL_S - 0.1)
@@ -392,16 +398,16 @@ def test_a_node_that_cannot_run_a_job_is_asked_again_later() -> None:
 def test_a_clock_that_jumps_back_holds_nothing_up() -> None:
     bench = Bench("ab", job("x"))
     bench.decide()
-    bench.end("a", SeatOutcome.NOT_HERE)
+    bench.end("a", AllocationOutcome.NOT_HERE)
     bench.decide()
-    bench.end("b", SeatOutcome.NOT_HERE)
+    bench.end("b", AllocationOutcome.NOT_HERE)
     assert bench.decide() == {}
     bench.now -= 86400.0
     assert bench.decide() == {"x": "a"}, "a refusal of tomorrow is none"
 
     bench = Bench("ab", job("x", 2))
     bench.decide()
-    bench.end("a", SeatOutcome.SUCCEEDED)
+    bench.end("a", AllocationOutcome.SUCCEEDED)
     assert bench.decide() == {"x": "b"}
     bench.now -= 86400.0
     assert bench.decide() == {"x": "b-"}, "nor is it waited for until tomorrow"
@@ -411,7 +417,7 @@ def test_another_node_takes_the_place_of_one_that_refuses() -> None:
     bench = Bench("abc", job("x", 2), job("y", 2))
     bench.decide()
     bench.run_all()
-    bench.end("b", SeatOutcome.NOT_HERE, reason="no such directory")
+    bench.end("b", AllocationOutcome.NOT_HERE, reason="no such directory")
     assert bench.decide() == {"x": "ac"}
     assert bench.plan.refusals_of("x") == {"b": Refusal("no such directory", NOW + REFUSAL_S)}
     assert why_waiting(bench.pool, bench.jobs[1], NOW) == "needs 2 nodes; 1 idle"
@@ -420,7 +426,7 @@ def test_another_node_takes_the_place_of_one_that_refuses() -> None:
 def test_a_job_that_one_node_refuses_leaves_that_node_to_others() -> None:
     bench = Bench("a", job("x"), job("y"))
     bench.decide()
-    bench.end("a", SeatOutcome.NOT_HERE)
+    bench.end("a", AllocationOutcome.NOT_HERE)
     assert bench.decide() == {"y": "a"}, "the pool cannot run x now"
 
 
@@ -428,7 +434,7 @@ def test_a_job_that_no_node_can_run_ends_after_some_attempts_and_says_why() -> N
     bench = Bench("a", job("x"))
     for _ in range(MOST_ATTEMPTS):
         assert bench.decide() == {"x": "a"}
-        bench.end("a", SeatOutcome.NOT_HERE, reason="no such directory")
+        bench.end("a", AllocationOutcome.NOT_HERE, reason="no such directory")
         bench.decide()
         bench.wait(REFUSAL_S)
     (result,) = bench.results
@@ -456,7 +462,7 @@ def test_planned_leaves_of_all_its_nodes_do_not_end_a_job() -> None:
         bench.run_all()
         bench.nodes["a"] = replace(bench.nodes["a"], leaving=True)
         assert bench.decide() == {"x": "a-"}
-        bench.end("a", SeatOutcome.LEFT)
+        bench.end("a", AllocationOutcome.LEFT)
         assert bench.decide() == {}
         bench.restart("a")
     assert not bench.results
@@ -496,8 +502,8 @@ def test_the_plan_stays_small_when_every_node_refuses_every_job() -> None:
         assert decision is not None
         bench.plan = decision.plan
         for run in bench.plan.runs:
-            for seat in run.seats:
-                bench.end(seat.node, SeatOutcome.NOT_HERE, 73, reason[:MAX_REASON])
+            for allocation in run.allocations:
+                bench.end(allocation.node, AllocationOutcome.NOT_HERE, 73, reason[:MAX_REASON])
     assert sum(len(run.refusals) for run in bench.plan.attempts) <= MOST_REFUSALS
     assert len(Decision(bench.plan).writes) == 1
     assert len(bench.plan.to_json()) < MAX_RECORD_CHARS / 2
@@ -522,9 +528,9 @@ def test_a_running_job_that_is_cancelled_leaves_all_its_nodes() -> None:
     bench.run_all()
     bench.cancelled = {"x": "me@here"}
     assert bench.decide() == {"x": "a-b-"}
-    bench.end("a", SeatOutcome.LEFT)
+    bench.end("a", AllocationOutcome.LEFT)
     assert bench.decide() == {"x": "b-", "y": "a"}, "what is free is used"
-    bench.end("b", SeatOutcome.LEFT)
+    bench.end("b", AllocationOutcome.LEFT)
     assert bench.decide() == {"y": "a"}
     assert bench.outcomes == {"x": Outcome.CANCELLED}
 
@@ -533,10 +539,10 @@ def test_a_job_that_has_succeeded_before_it_was_cancelled_has_succeeded() -> Non
     bench = Bench("ab", job("x", 2))
     bench.decide()
     bench.run_all()
-    bench.end("a", SeatOutcome.SUCCEEDED)
+    bench.end("a", AllocationOutcome.SUCCEEDED)
     bench.cancelled = {"x": "me@here"}
     bench.decide()
-    bench.end("b", SeatOutcome.LEFT)
+    bench.end("b", AllocationOutcome.LEFT)
     bench.decide()
     assert bench.outcomes == {"x": Outcome.SUCCEEDED}
 
@@ -549,7 +555,7 @@ def test_a_job_that_is_cancelled_while_a_node_leaves_ends_when_that_has_left() -
     assert bench.decide() == {"x": "a-"}
     bench.cancelled = {"x": "me@here"}
     assert bench.decide() == {"x": "a-"}
-    bench.end("a", SeatOutcome.LEFT)
+    bench.end("a", AllocationOutcome.LEFT)
     assert bench.decide() == {}
     assert bench.outcomes == {"x": Outcome.CANCELLED}
 
@@ -570,7 +576,7 @@ def test_so_many_results_are_written_in_one_step() -> None:
 def test_a_run_whose_result_waits_for_the_next_decision_gets_no_other_nodes() -> None:
     bench = Bench("a", job("last"))
     bench.decide()
-    bench.end("a", SeatOutcome.NOT_HERE)
+    bench.end("a", AllocationOutcome.NOT_HERE)
     (run,) = bench.plan.attempts
     run = replace(run, attempt=MOST_ATTEMPTS, in_vain=MOST_ATTEMPTS - 1)
     bench.plan = replace(bench.plan, attempts=(run,))
@@ -580,7 +586,7 @@ def test_a_run_whose_result_waits_for_the_next_decision_gets_no_other_nodes() ->
     bench.cancelled = {one.job: "me" for one in others}
     decision = decide(bench.pool, NOW)
     assert decision is not None
-    assert [run.seats for run in decision.plan.runs] == [()]
+    assert [run.allocations for run in decision.plan.runs] == [()]
     bench.decide()
     assert bench.outcomes["last"] is Outcome.UNABLE
 
@@ -591,7 +597,7 @@ def test_a_job_whose_record_is_gone_leaves_its_nodes() -> None:
     bench.run_all()
     bench.jobs.clear()
     assert bench.decide() == {"x": "a-"}
-    bench.end("a", SeatOutcome.LEFT)
+    bench.end("a", AllocationOutcome.LEFT)
     assert bench.decide() == {}
     assert bench.results[0].reason == "its record was deleted"
 
@@ -626,7 +632,7 @@ def test_a_waiting_job_says_what_it_waits_for(names: str, jobs: list[Job], asked
 def test_a_waiting_job_says_which_node_cannot_run_it_and_why() -> None:
     bench = Bench("a", job("x"))
     bench.decide()
-    bench.end("a", SeatOutcome.NOT_HERE, reason="no such directory")
+    bench.end("a", AllocationOutcome.NOT_HERE, reason="no such directory")
     bench.decide()
     assert why_waiting(bench.pool, bench.jobs[0], NOW) == (
         "needs 1 node; the pool has 0 that can run it (a: no such directory)"
@@ -637,7 +643,7 @@ def test_a_node_that_refuses_a_job_which_others_run_ends_it_for_itself_alone() -
     bench = Bench("abc", job("x", 2, 3))
     bench.decide()
     bench.run_all()
-    bench.end("c", SeatOutcome.REFUSED, 78, "no script")
+    bench.end("c", AllocationOutcome.REFUSED, 78, "no script")
     assert bench.decide() == {"x": "ab"}
     assert not bench.outcomes
     assert bench.plan.refusals_of("x")["c"].reason == "no script"
@@ -647,10 +653,10 @@ def test_a_job_that_all_its_nodes_refuse_has_failed() -> None:
     bench = Bench("ab", job("x", 2))
     bench.decide()
     bench.run_all()
-    bench.end("a", SeatOutcome.REFUSED, 78, "no script")
+    bench.end("a", AllocationOutcome.REFUSED, 78, "no script")
     bench.decide()
     assert not bench.outcomes, "the other one may run it"
-    bench.end("b", SeatOutcome.REFUSED, 78, "no script")
+    bench.end("b", AllocationOutcome.REFUSED, 78, "no script")
     bench.decide()
     (result,) = bench.results
     assert (result.outcome, result.code, result.reason) == (Outcome.FAILED, 78, "b: no script")
@@ -660,9 +666,9 @@ def test_a_refusal_of_an_earlier_attempt_decides_nothing() -> None:
     bench = Bench("ab", job("x", 1, 2))
     bench.decide()
     bench.run_all()
-    bench.end("b", SeatOutcome.REFUSED, 78, "no script")
+    bench.end("b", AllocationOutcome.REFUSED, 78, "no script")
     bench.decide()
-    bench.end("a", SeatOutcome.NOT_HERE)
+    bench.end("a", AllocationOutcome.NOT_HERE)
     assert bench.decide() == {}
     assert not bench.outcomes
     bench.wait(REFUSAL_S + 1)

@@ -7,10 +7,12 @@ import pytest
 from schedule import CASES, GOAL_MS, Run, measure, table
 
 
-@pytest.mark.parametrize(("jobs", "seats"), [([(1, 2)] * 3, 4), ([(9, 9), (2, 4)], 4), ([(1, 4), (3, 3)], 4)])
-def test_a_small_queue_gets_its_nodes(jobs: list[tuple[int, int]], seats: int) -> None:
+@pytest.mark.parametrize(
+    ("jobs", "allocations"), [([(1, 2)] * 3, 4), ([(9, 9), (2, 4)], 4), ([(1, 4), (3, 3)], 4)]
+)
+def test_a_small_queue_gets_its_nodes(jobs: list[tuple[int, int]], allocations: int) -> None:
     run = measure("small", jobs, nodes=4)
-    assert run.seats == seats
+    assert run.allocations == allocations
     assert run.first_ms > 0
     assert run.again_ms > 0
 

@@ -89,9 +89,9 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "pool": (
-        4,
+        5,
         {
-            "Plan": "tickets attempts",
+            "Plan": "allocation_ids attempts",
             "PoolNode": ("node incarnation most_nodes running ended leaving problem http token"),
             "Endpoint": "address port",
             "Job": (
@@ -100,13 +100,13 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "Cancel": "job cancelled_by",
             "JobResult": "job outcome reason code attempts started_at ended_at nodes",
-            "Attempt": "job attempt started_at seats ending left in_vain refusals",
-            "SeatEnd": "job ticket outcome code reason",
+            "Attempt": "job attempt started_at allocations ending left in_vain refusals",
+            "AllocationEnd": "job allocation_id outcome code reason",
             "Outcome": "succeeded failed cancelled unable",
-            "Seat": "node incarnation ticket leaving",
+            "Allocation": "node incarnation id leaving",
             "Ending": "outcome reason code since",
             "Refusal": "reason until",
-            "SeatOutcome": "succeeded failed left refused not_here",
+            "AllocationOutcome": "succeeded failed left refused not_here",
         },
     ),
     "status pages": (
