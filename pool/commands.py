@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
+
 from ..agent.commands.command import opened, pause, run_command
 from ..agent.common.exits import CannotDo, ExitCode
 from ..agent.common.http_client import NoAnswer, request
@@ -27,12 +29,14 @@ from ..agent.configuration.config import TARGETS, ConfigError, Problem
 from ..agent.configuration.derive import resolve_pool
 from ..agent.configuration.load import Settings
 from ..agent.configuration.parse import YES_OR_NO, Option
-from ..rendezvous.errors import Compacted, StoreRefused, StoreUnavailable
-from ..rendezvous.store.interface import Compare, Put, Store, Watch
+from ..rendezvous.errors import StoreRefused, StoreUnavailable
+from ..rendezvous.store.interface import Compare, Put, Store
 from ..rendezvous.text import counted
 from .records import (
     LOGS_PATH,
     MOST_LOG_BYTES,
+    NODES_PREFIX,
+    PLAN_KEY,
     RESULTS_PREFIX,
     SCOPES,
     Cancel,
@@ -80,10 +84,10 @@ def pool_command(
     return run_command(name, words, usage, options, at_pool, takes=subject, of_store=True)
 
 
-def read_view(store: Store) -> PoolView:
+def read_view(store: Store, scopes: tuple[str, ...] = SCOPES) -> PoolView:
     """Raises StoreError and RecordInvalid."""
     view = PoolView()
-    view.read(store.read(SCOPES))
+    view.read(store.read(scopes))
     return view
 
 
@@ -221,7 +225,7 @@ OUTAGE_S = 60.0
 """The store may be away for so long before a command that follows a job gives up."""
 RETRY_S = 0.5
 LOOK_S = 0.5
-"""Between two looks at a job that goes on, where nothing is heard of it."""
+"""Between two looks at a job that goes on."""
 
 _CODES = {
     Outcome.SUCCEEDED: ExitCode.SUCCESS,
@@ -240,58 +244,36 @@ def code_of(result: JobResult) -> int:
     return _CODES[result.outcome]
 
 
-class LiveView:
-    """Owned by one thread. A store that is away for a while costs news, and nothing else."""
-
-    def __init__(self, store: Store, view: PoolView, clock: Callable[[], float] = time.monotonic) -> None:
-        """`view` is what has been read already."""
-        self.store, self.view = store, view
-        self._clock = clock
-        self._watch: Watch | None = None
-        self._answered_at = clock()
-
-    def wait(self, timeout_s: float) -> None:
-        """Until something has changed, but no longer. Raises RecordInvalid, and StoreError when the store has been away
-        for too long."""
-        try:
-            if self._watch is None:
-                snapshot = self.store.read(SCOPES)
-                self.view.read(snapshot)
-                self._watch = self.store.watch(SCOPES, snapshot.revision)
-            else:
-                self.view.changed(self._watch.next(timeout_s))
-            self._answered_at = self._clock()
-        except StoreRefused:
-            raise
-        except (Compacted, StoreUnavailable):
-            self.close()
-            if self._clock() - self._answered_at >= OUTAGE_S:
-                raise
-            time.sleep(min(RETRY_S, timeout_s))
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-
-def follow(live: LiveView, job: Job, log: JobLog | None = None) -> int:
-    """Says each new state of the job, and shows what it prints, until it has ended: its code. Raises CannotDo."""
+def follow(store: Store, view: PoolView, job: Job, log: JobLog | None = None) -> int:
+    """Says each new state of the job, and shows what it prints, until it has ended: its code. A store that is away for
+    a while costs news, and nothing else. Raises CannotDo, StoreError and RecordInvalid."""
+    away = retry_if_exception(
+        lambda error: isinstance(error, StoreUnavailable) and not isinstance(error, StoreRefused)
+    )
+    patient = Retrying(retry=away, stop=stop_after_delay(OUTAGE_S), wait=wait_fixed(RETRY_S), reraise=True)
     told = ""
-    while any(one.job == job.job for one in live.view.jobs):
-        result = live.view.result_of(job.job)
-        more = log is not None and log.read(live.view, last=result is not None)
-        state = state_of(live.view, live.view.pool(), job, time.time())
+    while any(one.job == job.job for one in view.jobs):
+        result = view.result_of(job.job)
+        more = log is not None and log.read(view, last=result is not None)
+        state = state_of(view, view.pool(), job, time.time())
         line = f"job {job.job} ({job.name}): {state.state}: {state.detail}"
         if line != told and not more:
             told = line
             say(line)
         if result is not None and not more:
             return code_of(result)
-        if log is not None:
-            pause(0.0)
-        live.wait(0.0 if more else LOOK_S)
+        (pause if log is not None else time.sleep)(0.0 if more else LOOK_S)
+        view = patient(_look, store, view, job)
     raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is not in the pool any more")
+
+
+def _look(store: Store, before: PoolView, job: Job) -> PoolView:
+    """Of a job that runs only what is about it: the queue may be long."""
+    if before.plan.run_of(job.job) is not None:
+        view = read_view(store, (PLAN_KEY, NODES_PREFIX, job.key, RESULTS_PREFIX + job.job))
+        if view.plan.run_of(job.job) is not None or view.result_of(job.job) is not None:
+            return view
+    return read_view(store)
 
 
 _WAIT_USAGE = """\
@@ -307,7 +289,7 @@ def wait(words: Sequence[str]) -> int:
 
 
 def _wait(store: Store, view: PoolView, name: str, _: Settings) -> int:
-    return follow(LiveView(store, view), find_job(view, name))
+    return follow(store, view, find_job(view, name))
 
 
 # ---------------------------------------------------------------- logs
@@ -417,7 +399,7 @@ def _logs(store: Store, view: PoolView, name: str, settings: Settings) -> int:
     job = find_job(view, name)
     log = JobLog(job.job)
     if settings[FOLLOW].value:
-        return follow(LiveView(store, view), job, log)
+        return follow(store, view, job, log)
     while log.read(view, last=view.result_of(job.job) is not None):
         pass
     if log.found:

@@ -15,9 +15,7 @@ from elastic_agent.agent.commands import command as head
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.pool import commands
 from elastic_agent.pool.commands import (
-    OUTAGE_S,
     JobLog,
-    LiveView,
     cancel,
     code_of,
     follow,
@@ -42,8 +40,8 @@ from elastic_agent.pool.records import (
     Record,
 )
 from elastic_agent.pool.submit import submit
-from elastic_agent.rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
-from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Snapshot, Watch
+from elastic_agent.rendezvous.errors import StoreError, StoreRefused, StoreUnavailable
+from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Snapshot
 from elastic_agent.rendezvous.store.interface import Outcome as StoreOutcome
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
@@ -57,8 +55,12 @@ class PoolStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.broken: Exception | None = None
+        self.turns: list[Callable[[], object]] = []
+        """Each is called before one of the next reads."""
 
     def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+        if self.turns:
+            self.turns.pop(0)()
         if self.broken is not None:
             raise self.broken
         return super().read(scopes, oldest_under)
@@ -449,96 +451,84 @@ def test_no_code_of_waiting_means_something_else_of_an_agent() -> None:
     assert {code_of(result) for result in failed} == {1, 3, 65, 72}
 
 
-def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "RETRY_S"):
+        monkeypatch.setattr(commands, name, 0.001)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, impatient: None) -> None:
     pool.put(JOB)
-
-    class Forgetting(LiveView):
-        def wait(self, timeout_s: float) -> None:
-            pool.transact((), (Delete(JOB.key),))
-            super().wait(timeout_s)
-
-    live = Forgetting(pool, pool.view)
+    view = pool.view
+    pool.turns = [lambda: pool.transact((), (Delete(JOB.key),))]
     with pytest.raises(CannotDo, match="not in the pool any more") as caught:
-        follow(live, JOB)
+        follow(pool, view, JOB)
     assert caught.value.code is ExitCode.NO_JOB
-    live.close()
 
 
 # --- What follows a job
 
 
-class Outage(Watch):
-    """Raises these in turn, then has no news."""
+def failing(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
 
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-
-    def next(self, timeout_s: float) -> tuple[()]:
-        if self.errors:
-            raise self.errors.pop(0)
-        return ()
-
-    def close(self) -> None:
-        pass
+    return fail
 
 
-def watched(
-    store: PoolStore, monkeypatch: pytest.MonkeyPatch, *errors: Exception
-) -> tuple[LiveView, list[float]]:
-    now = [0.0]
-    monkeypatch.setattr(store, "watch", lambda scopes, after: Outage(*errors))
-    live = LiveView(store, PoolView(), clock=lambda: now[0])
-    live.wait(0.0)
-    return live, now
-
-
-def test_a_store_that_is_away_for_a_while_is_borne(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    live, now = watched(pool, monkeypatch, *[StoreUnavailable("away")] * 3)
-    for at in (0.0, OUTAGE_S / 2, OUTAGE_S - 1):
-        now[0] = at
-        live.wait(0.0)
-    now[0] = 10 * OUTAGE_S
-    live.wait(0.0)
-    assert len(live.view.nodes) == 2
-
-
-def test_a_store_that_stays_away_is_not_waited_for(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    live, now = watched(pool, monkeypatch, StoreUnavailable("away"))
-    live.wait(0.0)
-    now[0], pool.broken = OUTAGE_S, StoreUnavailable("away")
-    with pytest.raises(StoreUnavailable):
-        live.wait(0.0)
-
-
-def test_what_the_watch_has_missed_is_read_again(pool: PoolStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    live, _ = watched(pool, monkeypatch, Compacted("too old"))
+def test_a_store_that_is_away_for_a_while_is_borne(pool: PoolStore, impatient: None) -> None:
     pool.put(JOB)
-    live.wait(0.0)
-    live.wait(0.0)
-    assert live.view.jobs == (JOB,)
+    view = pool.view
+    away = failing(StoreUnavailable("away"))
+    pool.turns = [away, away, nothing, away, lambda: pool.put(RESULT)]
+    assert follow(pool, view, JOB) == 3
+    assert not pool.turns
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreRefused("password")])
+def test_a_store_that_stays_away_or_lets_nobody_in_is_not_waited_for(
+    error: Exception, pool: PoolStore, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "OUTAGE_S", 0.2 if not isinstance(error, StoreRefused) else 60.0)
+    pool.put(JOB)
+    view = pool.view
+    pool.broken = error
+    with pytest.raises(type(error)):
+        follow(pool, view, JOB)
 
 
 def test_follow_says_what_a_job_waits_for_and_ends_with_it(
-    pool: PoolStore, capsys: pytest.CaptureFixture[str]
+    pool: PoolStore, impatient: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = replace(JOB, min_nodes=9)
     pool.put(large)
-
-    class Ending(LiveView):
-        turns = 0
-
-        def wait(self, timeout_s: float) -> None:
-            self.turns += 1
-            if self.turns == 3:
-                pool.put(RESULT)
-            super().wait(0.01)
-
-    live = Ending(pool, pool.view)
-    assert follow(live, large, JobLog("ab12")) == 3
-    live.close()
+    view = pool.view
+    pool.turns = [nothing, nothing, lambda: pool.put(RESULT)]
+    assert follow(pool, view, large, JobLog("ab12")) == 3
     assert capsys.readouterr().err.splitlines() == [
         "job ab12 (train.py): waiting: needs 9 nodes; the pool has 2 that can run it",
         "node a cannot be read: its daemon answers on its own loopback only (--http-address)",
+        "job ab12 (train.py): failed: a: exit code 3",
+    ]
+
+
+def test_a_job_that_waits_again_says_what_for_among_all_jobs(
+    pool: PoolStore, impatient: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = replace(JOB, job="aa00", min_nodes=2)
+    run = Attempt("ab12", 1, 0.0, (Allocation("a", "a1", 1), Allocation("b", "b1", 2)))
+    pool.put(first)
+    pool.put(JOB, Plan(2, (run,)))
+    view = pool.view
+    pool.turns = [nothing, lambda: pool.put(Plan(2)), nothing, lambda: pool.put(RESULT)]
+    assert follow(pool, view, JOB) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "job ab12 (train.py): running: attempt 1",
+        "job ab12 (train.py): waiting: behind 1 other job of the queue",
         "job ab12 (train.py): failed: a: exit code 3",
     ]
 
