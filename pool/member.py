@@ -181,9 +181,7 @@ class PoolMember:
     def _lost(self, now: float) -> frozenset[str]:
         """A record that is gone may come back: with a store's outage all leases end at once."""
         live = {node.incarnation for node in self.view.nodes}
-        missing = {
-            allocation.incarnation for run in self.view.plan.runs for allocation in run.allocations
-        } - live
+        missing = {one.incarnation for run in self.view.plan.runs for one in run.allocations} - live
         self._missing_since = {one: self._missing_since.get(one, now) for one in missing}
         return frozenset(
             one for one, since in self._missing_since.items() if now >= since + self._lease_ttl_s

@@ -415,12 +415,12 @@ class PoolView:
         return known[1] if known is not None and isinstance(known[1], JobResult) else None
 
     def counts(self) -> PoolCounts:
-        allocated = {allocation.incarnation for run in self.plan.runs for allocation in run.allocations}
+        taken = {one.incarnation for run in self.plan.runs for one in run.allocations}
         known = {result.job for result in self.results} | {run.job for run in self.plan.runs}
         nodes = self.nodes
         return PoolCounts(
             nodes=len(nodes),
-            idle_nodes=sum(node.takes_jobs and node.incarnation not in allocated for node in nodes),
+            idle_nodes=sum(node.takes_jobs and node.incarnation not in taken for node in nodes),
             queued_jobs=sum(job.job not in known for job in self.jobs),
             running_jobs=len(self.plan.runs),
         )

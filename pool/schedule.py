@@ -139,9 +139,8 @@ class _Draft:
         }
         self._runs = {run.job: run for run in pool.plan.attempts}
         # A store that was restored from a snapshot has forgotten ids that nodes have taken since.
-        self._allocation_ids = max(
-            pool.plan.allocation_ids, *(node.ended.allocation_id for node in pool.nodes if node.ended), 0
-        )
+        known = (node.ended.allocation_id for node in pool.nodes if node.ended)
+        self._allocation_ids = max(pool.plan.allocation_ids, *known, 0)
         self._left_by_plan: set[str] = set()
         """Jobs."""
         self.results: list[JobResult] = []
@@ -150,10 +149,8 @@ class _Draft:
         self._find_idle()
 
     def _find_idle(self) -> None:
-        allocated = {allocation.incarnation for run in self._runs.values() for allocation in run.allocations}
-        self.idle = [
-            node for node in self._pool.nodes if node.takes_jobs and node.incarnation not in allocated
-        ]
+        taken = {one.incarnation for run in self._runs.values() for one in run.allocations}
+        self.idle = [node for node in self._pool.nodes if node.takes_jobs and node.incarnation not in taken]
 
     # ------------------------------------------------------------ what nodes and people say
 
@@ -241,10 +238,7 @@ class _Draft:
                 self._runs[job] = replace(run, ending=ending)
             return
         before = self._pool.plan.run_of(job)
-        part = (
-            *(run.left if run else ()),
-            *(allocation.node for allocation in (before.allocations if before else ())),
-        )
+        part = (*(run.left if run else ()), *(one.node for one in (before.allocations if before else ())))
         names = tuple(dict.fromkeys(part))
         self.results.append(
             JobResult(
@@ -306,7 +300,7 @@ class _Draft:
         """The job and the allocation."""
         for run in sorted(self._runs.values(), key=lambda run: -self._place(run.job)):
             owner = self._jobs.get(run.job)
-            present = sum(1 for allocation in run.staying if allocation.incarnation in self._live)
+            present = sum(one.incarnation in self._live for one in run.staying)
             spare = present - owner.min_nodes if owner is not None else 0
             for allocation in reversed(run.allocations):
                 node = self._live.get(allocation.incarnation)
@@ -321,10 +315,8 @@ class _Draft:
             return False
         for name, allocation in surplus[: max(0, missing - coming)]:
             run = self._runs[name]
-            allocations = tuple(
-                replace(one, leaving=True) if one == allocation else one for one in run.allocations
-            )
-            self._runs[name] = replace(run, allocations=allocations)
+            rest = (replace(one, leaving=True) if one == allocation else one for one in run.allocations)
+            self._runs[name] = replace(run, allocations=tuple(rest))
         return True
 
     def _allocate(self, job: Job, nodes: Iterable[PoolNode]) -> None:
@@ -335,10 +327,8 @@ class _Draft:
             run = replace(run, attempt=run.attempt + 1, started_at=self._now, left=())
         for node in nodes:
             self._allocation_ids += 1
-            run = replace(
-                run,
-                allocations=(*run.allocations, Allocation(node.node, node.incarnation, self._allocation_ids)),
-            )
+            new = Allocation(node.node, node.incarnation, self._allocation_ids)
+            run = replace(run, allocations=(*run.allocations, new))
             self.idle.remove(node)
         self._runs[job.job] = run
 
