@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ..messages import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ..records import NodeRecord, World
+from ..text import counted
 
 BY_OPERATOR = "operator"
 """The cause of an exclusion that an operator has asked for."""
@@ -93,7 +94,7 @@ def by_operator(one: Exclusion) -> bool:
 
 def in_words(one: Exclusion) -> str:
     """Why this node is excluded, and what its operator can do; reads on from "node c is", or stands alone."""
-    again = "" if one.times == 1 else f" for the {_ordinal(one.times)} time"
+    again = "" if one.times == 1 else f" again ({counted(one.times, 'time')} by now)"
     if one.by_operator:
         return f"excluded{again} by an operator: {one.reason}. It stays out until `elastic-agent readmit {one.node}`"
     return (
@@ -111,13 +112,3 @@ def why_excluded(world: World | None, me: NodeRecord) -> str:
     if failed is None or failed.passed:
         return in_words(one)
     return f"{in_words(one)}. Its last check failed: {failed.summary}"
-
-
-def _ordinal(number: int) -> str:
-    """
-    >>> _ordinal(2), _ordinal(11), _ordinal(23)
-    ('2nd', '11th', '23rd')
-    """
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
