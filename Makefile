@@ -45,11 +45,11 @@ quick: $(READY)  ## the inner loop: unit tests, a short simulation, the contract
 	SIMULATOR_SEEDS=30 $(BIN)/python -m pytest -q -n $(TESTS_AT_ONCE) tests/unit tests/sim
 	$(BIN)/python -m pytest -q tests/contract/test_store.py -k memory
 
-lint: $(READY)  ## ruff: rules and format
+lint: $(READY) size  ## ruff: rules and format; and no folder has grown
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
 
-size: $(READY)  ## lines and files of the agent's folders, against what they may be
+size: $(READY)  ## lines and files of the product's folders, against what they may be
 	@$(BIN)/python .ci/size
 
 types: $(READY)  ## mypy --strict over the package
