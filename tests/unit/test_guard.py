@@ -133,6 +133,8 @@ def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.Mon
     assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
     assert sleeper.wait() == -signal.SIGKILL
     assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
+    date_and_zone = report.partition(" elastic-agent: ")[0]
+    assert time.strptime(date_and_zone, "%Y-%m-%d %H:%M:%S%z")
 
 
 def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(

@@ -226,7 +226,8 @@ def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, 
         return ""
     unfinished = "" if quiet == 2 else "; some do not die"
     pids = " ".join(map(str, sorted(killed)))
-    return f"elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
+    now = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    return f"{now} elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
 
 
 def _marked_orphans(incarnation: str, since: str) -> tuple[list[int], bool]:

@@ -1,8 +1,8 @@
 """The agent as a subreaper: it adopts its workers' orphans, reaps those that end, and lists those that live.
 
 The kernel gives an orphan to the nearest ancestor that asked for it, a *subreaper*, else to process 1. The agent asks:
-so the idle spares of the fork server become its own children, whose exit status it can wait for, and so does
-what a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
+so the forks of the fork server become its own children, whose exit status it can wait for, and so does what a worker
+leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
 
 An *unknown* child of the agent is one that no other part of it has registered. Only these are reaped here: to wait for
 any child would take the exit status away from its owner. An orphan always comes to the agent's main thread, and this
