@@ -120,6 +120,7 @@ class Supervisor:
         if error is not None:
             lack = lack_in(error)
             problem = f"a worker could not be started: {lack or error}"
+            self._observer.stopping(now)
             self._failures.fail(generation, NOT_STARTED, problem)
             return problem if lack else ""
         if world.members[0] != member:

@@ -176,6 +176,7 @@ class FakeWorkers(workers.WorkerGroup):
         self.codes: dict[int, int] = {}
         for spec in specs:
             if self.lacks and spec.local_rank == self.before_lack:
+                self.stopping = True
                 raise self.lacks.pop(0)
             self._processes[spec.local_rank] = cast(Any, FakeProcess(1000 + spec.local_rank))
             self.ranks[spec.local_rank] = spec.rank

@@ -420,6 +420,9 @@ def test_what_this_machine_lacks_for_its_workers_fails_the_generation_and_is_nam
     for rank in range(before):
         node.exit(rank, -signal.SIGTERM)
     assert node.turn()
+    training = node.supervisor._observer.training
+    training.advance(node.now + 3.0)
+    assert training._node.spent["rendezvous"] == 3.0, "it waits for the next world, and for nothing else"
     assert node.start(2) == ""
     assert node.group.running == 2
 
