@@ -61,13 +61,11 @@ _WORDS = {
 }
 
 
-def diagnose(testimonies: Sequence[HangReport], nodes: Sequence[str]) -> Diagnosis:
+def diagnose(reports: Sequence[HangReport], nodes: Sequence[str]) -> Diagnosis:
     """The verdict from these answers to one inquiry; `nodes` has the node of each rank of the world. Ranks that no
     answer mentions are ignored."""
     states = sorted(
-        {
-            one.rank: one for testimony in testimonies for one in testimony.ranks if one.rank < len(nodes)
-        }.values(),
+        {one.rank: one for report in reports for one in report.ranks if one.rank < len(nodes)}.values(),
         key=lambda one: one.rank,
     )
     if not states:
@@ -117,7 +115,7 @@ def judge(
 def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered: bool) -> Diagnosis:
     """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
     others wait for. One that is at work comes by itself, as far as can be known for long; a disk may be slow."""
-    said = [one for testimony in answers.values() for one in testimony.ranks]
+    said = [one for report in answers.values() for one in report.ranks]
     named = next((one for one in said if one.rank == found.rank), None)
     if named is None or named.doing in NEVER:
         return found
@@ -138,7 +136,7 @@ def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered
 def all_go_on(found: Diagnosis, answers: Mapping[str, HangReport]) -> bool:
     """Every rank has done something lately: the script is in a phase in which it reports no steps, such as a test, and
     where each rank stands is chance. At the first limit ranks that hang may have been active so lately, too."""
-    said = [one for testimony in answers.values() for one in testimony.ranks]
+    said = [one for report in answers.values() for one in report.ranks]
     if any(one.doing in NEVER for one in said):
         return False
     # A thread that waits for its GPU may use a processor for that.

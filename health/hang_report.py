@@ -21,11 +21,11 @@ from ..rendezvous.text import Age, NameOrNone, line
 HANG = "hang"
 """Cause and fingerprint of a failure that is a hang."""
 ANSWER_S = 2.0
-"""How long the coordinator waits for the members' testimonies, from when it first sees its inquiry in the world."""
+"""How long the coordinator waits for the members' reports, from when it first sees its inquiry in the world."""
 LOOK_S = 1.5
 """Of these, what a node's own look at its workers may take."""
 MAX_RANKS = 128
-"""In one testimony. Of a node with more workers it has those that are the most telling: see `telling`."""
+"""In one report. Of a node with more workers it has those that are the most telling: see `telling`."""
 MAX_WHERE = 200
 MAX_GROUPS = 6
 """Process groups of one rank. Of a rank in more of them those in which it waits, and those used last, are told."""
@@ -131,7 +131,7 @@ class HangReport:
 
 
 class Finding(enum.Enum):
-    """The conclusion from all testimonies."""
+    """The conclusion from all reports."""
 
     HEALTHY = "healthy"
     """Some rank is at work, and the others may well wait for it: that one may be named."""
@@ -179,7 +179,7 @@ _TELLING = {doing: place for place, doing in enumerate(RankActivity)}
 
 
 def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
-    """As many states as a testimony may have, by rank. Ranks that wait for no other rank are kept before others."""
+    """As many states as a report may have, by rank. Ranks that wait for no other rank are kept before others."""
     if len(states) <= MAX_RANKS:
         return states
     waits = RankActivity.IN_COLLECTIVE

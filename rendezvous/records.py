@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .messages import MAX_EXCLUSIONS, Exclusion, Limits, Program, Recheck
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 19
+SCHEMA = 20
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -214,7 +214,7 @@ class NodeRecord(Record):
     recheck: Recheck | None = None
     suspicion: HangSuspicion | None = None
     """This node's workers seem to hang; None while they do not."""
-    testimony: HangReport | None = None
+    hang_report: HangReport | None = None
     """The answer to the newest inquiry that this node was asked."""
 
     paces: Paces | None = None

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...rendezvous.node.driver import Driver
-from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
+from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, ReportHang, Start, Stop
 from ...rendezvous.records import Condition, Failure, Result
 from ...threads import Thread
 from ..common.events import Signalled, ThreadFailed, run_next
@@ -267,8 +267,8 @@ class Loop:
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
-        elif isinstance(action, Testify):
-            supervisor.testify(action)
+        elif isinstance(action, ReportHang):
+            supervisor.report_hang(action)
         elif isinstance(action, Stop):
             if action.planned:
                 grace_s = supervisor.planned_grace_s()

@@ -237,16 +237,16 @@ class Generation:
         own = isinstance(self.config.timeouts.hang, float)
         return None if own and still_s is not None and still_s < STILL_S else still_s
 
-    def looked_at(self, testimony: HangReport) -> HangReport:
-        """The testimony, corrected for workers that have finished a step since they were looked at."""
+    def looked_at(self, report: HangReport) -> HangReport:
+        """The report, corrected for workers that have finished a step since they were looked at."""
         newest = {self.group.ranks[local_rank]: reading.step for local_rank, reading in self.read.items()}
         ranks = []
-        for state in testimony.ranks:
+        for state in report.ranks:
             step = newest.get(state.rank)
             if step is not None and (state.step is None or step > state.step):
                 state = RankState(state.rank, RankActivity.WORKS, step, 0.0)
             ranks.append(state)
-        return replace(testimony, ranks=tuple(ranks))
+        return replace(report, ranks=tuple(ranks))
 
     # ---------------------------------------------------------------- how it ends
 

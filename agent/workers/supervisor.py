@@ -20,7 +20,7 @@ from functools import partial
 from ...health.hang_report import HANG, HangReport, telling
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.node.drain import Beyond, End
-from ...rendezvous.node.node_actions import Drain, Testify
+from ...rendezvous.node.node_actions import Drain, ReportHang
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Condition, Failure, Member, StopAt, World
 from ...threads import Thread
@@ -180,7 +180,7 @@ class Supervisor:
             news |= self._participant.workers_are(Condition.POLLING, generation.number)
         return news
 
-    def testify(self, action: Testify) -> None:
+    def report_hang(self, action: ReportHang) -> None:
         """Answer an inquiry: look at what the workers here do. They run on."""
         generation = self._running
         if generation is None or generation.stopping or generation.inquired >= action.inquiry:
@@ -349,11 +349,11 @@ class Supervisor:
         if report.result == "ok":
             self._participant.workers_advanced(report.step)
 
-    def _looked_at(self, testimony: HangReport) -> None:
+    def _looked_at(self, report: HangReport) -> None:
         """The answer to an inquiry: what the workers here do."""
-        if (generation := self._of(testimony.generation)) is not None:
+        if (generation := self._of(report.generation)) is not None:
             self._look(generation)
-            self._participant.workers_looked_at(generation.looked_at(testimony))
+            self._participant.workers_looked_at(generation.looked_at(report))
 
     def _store_failed(self, problem: str) -> None:
         generation = self._running

@@ -1,6 +1,6 @@
 """What the coordinator does about workers that seem to hang: ask all members, wait for their answers, and judge them.
 
-    suspicion ──> inquiry n ──> testimonies of all members, or ANSWER_S ──> verdict ──> the guilty node's failure
+    suspicion ──> inquiry n ──> hang reports of all members, or ANSWER_S ──> verdict ──> the guilty node's failure
                      ^                                                         └──> the inquiry is closed
                      └────────────── a pause, twice as long each time ─────────────────┘
 
@@ -111,6 +111,6 @@ def _why(suspects: Sequence[NodeRecord], urgency: Urgency) -> str:
 
 
 def _answer(node: NodeRecord, world: World, inquiry: HangProbe) -> HangReport | None:
-    said = node.testimony
+    said = node.hang_report
     asked = world.generation, inquiry.number
     return said if said is not None and (said.generation, said.inquiry) == asked else None

@@ -6,7 +6,7 @@ driver has carried it out, and may change at any time.
 - Workers run here: they go on only while the world is theirs and the lease is proven (I10). In a planned change they
   are first left to end by themselves (`Drain`); only when the time for that is over are they signalled.
 - None run here: start those of a generation that this node is a member of and never started before (I4).
-- The coordinator asks what the workers do, since some seem to hang: look at those of this node (`Testify`).
+- The coordinator asks what the workers do, since some seem to hang: look at those of this node (`ReportHang`).
 - This node was asked to leave: stop with all others if they stop soon, else alone; then stay until the others have
   what they go on with, and leave.
 """
@@ -63,7 +63,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Testify:
+class ReportHang:
     """Look at what the workers of `generation` do, and answer this inquiry. They run on."""
 
     generation: int
@@ -109,7 +109,7 @@ class Stay:
     """Go on as before."""
 
 
-Action: TypeAlias = Start | Drain | Testify | Stop | Leave | Stay
+Action: TypeAlias = Start | Drain | ReportHang | Stop | Leave | Stay
 
 
 def next_action(world: World | None, local: LocalState) -> Action:
@@ -165,5 +165,5 @@ def _with_workers(world: World | None, local: LocalState) -> Action:
         return Stop(local.generation, True, "this node was asked to stop")
     inquiry = world.inquiry
     if inquiry is not None and inquiry.finding is None and inquiry.number > local.answered:
-        return Testify(local.generation, inquiry.number)
+        return ReportHang(local.generation, inquiry.number)
     return Stay()

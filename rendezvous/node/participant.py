@@ -520,10 +520,10 @@ class Participant:
         """The workers here seem to hang, or (None) no longer do."""
         self._session.report(suspicion=suspicion)
 
-    def workers_looked_at(self, testimony: HangReport) -> None:
+    def workers_looked_at(self, report: HangReport) -> None:
         """This node's answer to an inquiry; ignored if its generation is over."""
-        if testimony.generation == self._generation:
-            self._session.report(testimony=testimony)
+        if report.generation == self._generation:
+            self._session.report(hang_report=report)
 
     def workers_drained(self, generation: int, *, kept: bool) -> None:
         """Every worker here has ended by itself at the step that all have agreed on, or the next generation can do

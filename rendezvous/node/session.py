@@ -98,7 +98,7 @@ class Session:
 
     def local(self, generation: int, policy: Policy, deadlines: Deadlines, now: float) -> LocalState:
         """What its next action follows from; `generation` of workers exists here."""
-        said = self.record.testimony
+        said = self.record.hang_report
         return LocalState(
             incarnation=self.incarnation,
             generation=generation,

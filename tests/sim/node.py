@@ -23,9 +23,9 @@ from elastic_agent.rendezvous.node.node_actions import (
     Drain,
     Leave,
     Refusal,
+    ReportHang,
     Start,
     Stop,
-    Testify,
 )
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
@@ -254,7 +254,7 @@ class SimNode:
             return True
         if isinstance(action, Drain):
             return self.drain(action)
-        if isinstance(action, Testify):
+        if isinstance(action, ReportHang):
             self.look_at_workers(action)
         if isinstance(action, Stop) and not self.stopping:
             self.stopping = True
@@ -564,7 +564,7 @@ class SimNode:
             self.turn()
         self.sim.after(HANG_LOOK_S, self.guarded(lambda: self.watch_hangs(worker)))
 
-    def look_at_workers(self, action: Testify) -> None:
+    def look_at_workers(self, action: ReportHang) -> None:
         """They run on meanwhile."""
         worker, asked = self.worker, (action.generation, action.inquiry)
         if worker is None or self.looked_for == asked:

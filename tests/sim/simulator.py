@@ -544,9 +544,9 @@ def deceived(view: View, bug: str) -> View:
     swapped = SWAPPED[bug]
     nodes = []
     for node in view.nodes:
-        if (said := node.testimony) is not None:
+        if (said := node.hang_report) is not None:
             ranks = tuple(replace(one, doing=swapped.get(one.doing, one.doing), step=0) for one in said.ranks)
-            node = replace(node, testimony=replace(said, ranks=ranks))
+            node = replace(node, hang_report=replace(said, ranks=ranks))
         nodes.append(node)
     return replace(view, nodes=tuple(nodes))
 

@@ -32,7 +32,7 @@ from elastic_agent.rendezvous.coordinator.inquiries import (
 )
 from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
-from elastic_agent.rendezvous.node.node_actions import Testify as Answer
+from elastic_agent.rendezvous.node.node_actions import ReportHang as Answer
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -70,7 +70,7 @@ def still(node: NodeRecord, urgency: Urgency, generation: int = 4) -> NodeRecord
 
 
 def says(node: NodeRecord, rank: int, doing: RankActivity, inquiry: int = 1) -> NodeRecord:
-    return replace(node, testimony=Said(4, inquiry, (RankState(rank, doing, 7, 60.0),)))
+    return replace(node, hang_report=Said(4, inquiry, (RankState(rank, doing, 7, 60.0),)))
 
 
 def decided(seen: World, *nodes: NodeRecord, since: float = NOW) -> Decision:
@@ -150,7 +150,7 @@ def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
     """So is an evaluation on one rank that takes as long: from outside it is the same."""
 
     def after(urgency: Urgency) -> World:
-        waits = replace(still(A, urgency), testimony=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
+        waits = replace(still(A, urgency), hang_report=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
         return published(decided(world(HangProbe(1, urgency)), waits, says(B, 1, BUSY)))
 
     assert after(OVERDUE).phase is Phase.RUNNING
@@ -222,7 +222,7 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
     first: RankState, second: RankState, over: bool, urgency: Urgency
 ) -> None:
     nodes = [
-        replace(still(node, urgency), testimony=Said(4, 1, (state,)))
+        replace(still(node, urgency), hang_report=Said(4, 1, (state,)))
         for node, state in ((A, first), (B, second))
     ]
     told = published(decided(world(HangProbe(1, urgency)), *nodes))
@@ -230,7 +230,7 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
     if not over:
         assert told.inquiry is not None
         assert told.inquiry.finding is Finding.HEALTHY
-    early = [replace(still(node, EARLY), testimony=node.testimony) for node in nodes]
+    early = [replace(still(node, EARLY), hang_report=node.hang_report) for node in nodes]
     told = published(decided(world(HangProbe(1, EARLY)), *early))
     assert told.phase is Phase.STOPPING or (told.inquiry and "active" not in told.inquiry.why)
 
@@ -322,7 +322,7 @@ def test_a_node_answers_each_inquiry_once_while_its_workers_run() -> None:
     assert next_action(world(), local) == Stay()
 
 
-def test_a_testimony_keeps_those_that_wait_for_nobody() -> None:
+def test_a_report_keeps_those_that_wait_for_nobody() -> None:
     states = tuple(RankState(rank, ASLEEP if rank == 300 else WAITS) for rank in range(400))
     kept = telling(states)
     assert len(kept) == MAX_RANKS
@@ -335,7 +335,7 @@ def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> Non
     recorded = Recorded(1e6, True, (group,) * MAX_GROUPS)
     state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200, recorded=recorded)
     said = Said(4, 1, (state,) * MAX_RANKS)
-    node = replace(still(B, LAST), testimony=said)
+    node = replace(still(B, LAST), hang_report=said)
     assert NodeRecord.from_json("nodes/b", node.to_json()) == node
     seen = world(HangProbe(3, LAST, Finding.LIKELY, "rank 1 sleeps"))
     assert World.from_json(seen.to_json()) == seen

@@ -98,7 +98,7 @@ NODE = NodeRecord(
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
     suspicion=HangSuspicion(3, "no step for 5 s", Urgency.EARLY),
-    testimony=Said(
+    hang_report=Said(
         3, 1, (RankState(0, RankActivity.WAITS, 17, 5.0), RankState(1, RankActivity.OTHER, recorded=RECORDED))
     ),
 )
@@ -447,10 +447,10 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("suspicion", "generation"): number(1),
         ("suspicion", "why"): text(512),
         ("suspicion", "urgency"): CHOICE,
-        ("testimony",): OBJECT,
-        ("testimony", "generation"): number(1),
-        ("testimony", "inquiry"): number(1),
-        ("testimony", "ranks"): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 129],
+        ("hang_report",): OBJECT,
+        ("hang_report", "generation"): number(1),
+        ("hang_report", "inquiry"): number(1),
+        ("hang_report", "ranks"): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 129],
     },
     "world": {
         ("job",): NAME,

@@ -37,12 +37,12 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        19,
+        20,
         {
             "NodeRecord": (
                 "node incarnation address port slots http limits program node_rank "
                 "hosts_store leaving ready generation conditions failure step progress seen role memory "
-                "recheck suspicion testimony paces comparison"
+                "recheck suspicion hang_report paces comparison"
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
@@ -121,8 +121,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Checkpoint": "step age_s",
             "Finding": "check outcome summary advice",
             "Outcome": "fail warn unknown ok",
-            "World": "records 19",
-            "NodeRecord": "records 19",
+            "World": "records 20",
+            "NodeRecord": "records 20",
         },
     ),
     "run file": (
