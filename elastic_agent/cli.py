@@ -38,14 +38,14 @@ from .agent.configuration.config import (
 )
 from .agent.configuration.derive import Resolved, offers_node, resolve_daemon
 from .agent.configuration.load import comment, read_argv
-from .agent.configuration.parse import Option, Source
+from .agent.configuration.parse import Option, OptionSource
 from .agent.configuration.rendezvous import ENDPOINT, JOB_ID
 from .agent.configuration.stopping import MAX_RESTARTS
 from .agent.main.process import write_error_file
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine
-    from .agent.main.assembly import Prepared
+    from .agent.main.assembly import PreparedProcess
 
 POOL_COMMANDS = {
     "submit": "put a job into the queue of a pool, of nodes that run elastic-agent without a script",
@@ -79,7 +79,7 @@ ROOMS = {
 """Modules of `agent/commands` that have several of them. The others have a module each, but for those of a pool."""
 
 
-def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prepared: PreparedProcess | None = None) -> int:
     """Entry point. Returns the exit code, an `ExitCode`. `prepared`: what this process has ready for an agent."""
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -122,7 +122,7 @@ def _standby(descriptor: str, preloads: str, store: str) -> int:
     return main(sys.argv[1:], prepared)
 
 
-def _run(words: Sequence[str], prepared: Prepared | None) -> int:
+def _run(words: Sequence[str], prepared: PreparedProcess | None) -> int:
     """A command line without a sub-command. Raises OSError."""
     command_line = read_argv(words)
     if HELP in command_line:
@@ -224,7 +224,7 @@ def help_text(*, short: bool = False) -> str:
         parts += ["--help shows all others: stores and TLS, timeouts, devices, network, logs.", ""]
     for group in () if short else GROUPS:
         parts.append(f"{group.title}:")
-        parts += [option.help_text() for option in group if Source.CLI in option.sources]
+        parts += [option.help_text() for option in group if OptionSource.CLI in option.sources]
         parts.append("")
     if not short:
         parts += ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode), ""]
@@ -233,7 +233,7 @@ def help_text(*, short: bool = False) -> str:
 
 def bash_completion() -> str:
     """Completes options, sub-commands as the first word, and files everywhere else."""
-    flags = [f"--{name}" for option in OPTIONS if Source.CLI in option.sources for name in option.names]
+    flags = [f"--{name}" for option in OPTIONS if OptionSource.CLI in option.sources for name in option.names]
     return f"""\
 # bash completion for elastic-agent
 _elastic_agent() {{

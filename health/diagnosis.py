@@ -20,16 +20,25 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..rendezvous.text import counted, shortened
-from .hang_report import Diagnosis, Finding, HangReport, InGroup, RankActivity, RankState, Recorded, Urgency
+from .hang_report import (
+    Diagnosis,
+    HangFinding,
+    HangReport,
+    InGroup,
+    RankActivity,
+    RankReport,
+    Recorded,
+    Urgency,
+)
 
 NEVER = (RankActivity.GONE, RankActivity.STOPPED)
 """The rank can never go on by itself."""
 
 ENDS_FROM = {
-    Finding.CERTAIN: Urgency.EARLY,
-    Finding.LIKELY: Urgency.OVERDUE,
-    Finding.DOUBTFUL: Urgency.LAST,
-    Finding.UNCLEAR: Urgency.LAST,
+    HangFinding.CERTAIN: Urgency.EARLY,
+    HangFinding.LIKELY: Urgency.OVERDUE,
+    HangFinding.DOUBTFUL: Urgency.LAST,
+    HangFinding.UNCLEAR: Urgency.LAST,
 }
 """The findings that end a generation, and the urgency from which they do."""
 
@@ -69,19 +78,19 @@ def diagnose(reports: Sequence[HangReport], nodes: Sequence[str]) -> Diagnosis:
         key=lambda one: one.rank,
     )
     if not states:
-        return Diagnosis(Finding.UNCLEAR, "no node has said what its workers do")
+        return Diagnosis(HangFinding.UNCLEAR, "no node has said what its workers do")
     waiting = [one for one in states if one.doing is RankActivity.IN_COLLECTIVE]
     rest = [one for one in states if one.doing is not RankActivity.IN_COLLECTIVE]
     if dead := [one for one in rest if one.doing in NEVER]:
-        return _named(Finding.CERTAIN, _first(dead), waiting, nodes)
+        return _named(HangFinding.CERTAIN, _first(dead), waiting, nodes)
     if moving := [
         one for one in rest if one.doing is RankActivity.WORKS and not waits_recorded(one, RECORDED_STILL_S)
     ]:
         if len(rest) == 1:
-            return _named(Finding.HEALTHY, moving[0], waiting, nodes)
+            return _named(HangFinding.HEALTHY, moving[0], waiting, nodes)
         ranks = _ranks(moving)
         return Diagnosis(
-            Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], nodes)}"
+            HangFinding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], nodes)}"
         )
     if (recorded := _by_records(states, nodes)) is not None:
         return recorded
@@ -90,13 +99,13 @@ def diagnose(reports: Sequence[HangReport], nodes: Sequence[str]) -> Diagnosis:
     rest = [one for one in states if one.doing is not RankActivity.IN_COLLECTIVE]
     known = [one for one in rest if one.doing is not RankActivity.OTHER]
     if known and waiting:
-        return _named(Finding.LIKELY, _first(known), waiting, nodes)
+        return _named(HangFinding.LIKELY, _first(known), waiting, nodes)
     if known and len(nodes) == 1:  # no other rank shows by its wait that this one should have come
-        return _named(Finding.DOUBTFUL, _first(known), waiting, nodes)
+        return _named(HangFinding.DOUBTFUL, _first(known), waiting, nodes)
     if len(rest) == 1 and len(waiting) == len(nodes) - 1 and waiting and rest[0].recorded is None:
-        return _named(Finding.LIKELY, rest[0], waiting, nodes)
+        return _named(HangFinding.LIKELY, rest[0], waiting, nodes)
     if rest:
-        return Diagnosis(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
+        return Diagnosis(HangFinding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
     return _all_wait(waiting, nodes)
 
 
@@ -109,7 +118,7 @@ def judge(
     if urgency is Urgency.EARLY or not all_answered or not all_go_on(found, answers):
         return found
     why = f"all ranks have been active within {STILL_S:g} s; {found.why}"
-    return replace(found, finding=Finding.HEALTHY, why=why)
+    return replace(found, finding=HangFinding.HEALTHY, why=why)
 
 
 def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered: bool) -> Diagnosis:
@@ -123,13 +132,13 @@ def weighed(found: Diagnosis, answers: Mapping[str, HangReport], *, all_answered
         others = [one for one in said if one is not named]
         waited = all(one.doing is RankActivity.IN_COLLECTIVE and _still(one, LONG_WAIT_S) for one in others)
         for_long = all_answered and others and waited
-        return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
+        return replace(found, finding=HangFinding.DOUBTFUL if for_long else HangFinding.HEALTHY)
     if not all_answered:
-        return replace(found, finding=Finding.UNCLEAR)
+        return replace(found, finding=HangFinding.UNCLEAR)
     stands = _still(named, STILL_S) or waits_recorded(named, STILL_S)
     slow = named.doing in MAY_BE_SLOW or (named.doing in MAY_GET_SOME and not stands)
-    if found.finding is Finding.LIKELY and slow:
-        return replace(found, finding=Finding.DOUBTFUL)
+    if found.finding is HangFinding.LIKELY and slow:
+        return replace(found, finding=HangFinding.DOUBTFUL)
     return found
 
 
@@ -145,19 +154,19 @@ def all_go_on(found: Diagnosis, answers: Mapping[str, HangReport]) -> bool:
     return bool(said) and all(one.still_s is not None and one.still_s < STILL_S for one in said)
 
 
-def _still(one: RankState, for_s: float) -> bool:
+def _still(one: RankReport, for_s: float) -> bool:
     return one.still_s is not None and one.still_s >= for_s
 
 
 def ends(urgency: Urgency, found: Diagnosis, *, all_answered: bool) -> bool:
     """The generation cannot go on."""
-    if found.finding is Finding.UNCLEAR and not all_answered:
+    if found.finding is HangFinding.UNCLEAR and not all_answered:
         return False
     needed = ENDS_FROM.get(found.finding)
     return needed is not None and RISING.index(urgency) >= RISING.index(needed)
 
 
-def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis:
+def _all_wait(waiting: Sequence[RankReport], nodes: Sequence[str]) -> Diagnosis:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
     told = [one for one in waiting if one.collective]
     for alike, of in ((_collective, told), (_exact_place, told), (_step, waiting)):
@@ -168,31 +177,31 @@ def _all_wait(waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis:
         others = [one for one in of if alike(one) != usual]
         if number <= len(others):
             split = f"the ranks wait in different collectives: {_tally(waiting)}"
-            return _by_step(waiting, nodes) or Diagnosis(Finding.UNCLEAR, split)
+            return _by_step(waiting, nodes) or Diagnosis(HangFinding.UNCLEAR, split)
         rest = [one for one in waiting if one not in others]
         # While the network stands still, some ranks may be in the next collective already. Two, as in a send and its
         # recv, may be exchanging bytes so slowly that nothing of them shows it.
-        finding = Finding.LIKELY if len(others) == 1 else Finding.DOUBTFUL
+        finding = HangFinding.LIKELY if len(others) == 1 else HangFinding.DOUBTFUL
         return _named(finding, _hindmost(others), rest, nodes)
     return Diagnosis(
-        Finding.UNCLEAR,
+        HangFinding.UNCLEAR,
         f"all wait in the same collective: {_tally(waiting)}; the network or an unseen rank may be at fault",
     )
 
 
-def _by_step(waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis | None:
+def _by_step(waiting: Sequence[RankReport], nodes: Sequence[str]) -> Diagnosis | None:
     """The rank whose step is the lowest is behind."""
     if None in {one.step for one in waiting}:
         return None
     last = _hindmost(waiting)
     others = [one for one in waiting if one.step != last.step]
-    return _named(Finding.LIKELY, last, others, nodes) if len(others) == len(waiting) - 1 else None
+    return _named(HangFinding.LIKELY, last, others, nodes) if len(others) == len(waiting) - 1 else None
 
 
 # --- By torch's flight recorder
 
 
-def waits_recorded(one: RankState, for_s: float) -> bool:
+def waits_recorded(one: RankReport, for_s: float) -> bool:
     """It has waited so long in a collective, by its flight record."""
     recorded = one.recorded
     return recorded is not None and recorded.still_s >= for_s and _waits(recorded)
@@ -202,14 +211,14 @@ def _waits(recorded: Recorded) -> bool:
     return any(group.waits_in is not None for group in recorded.groups)
 
 
-def _as_recorded(one: RankState) -> RankState:
+def _as_recorded(one: RankReport) -> RankReport:
     """A thread that waits for its GPU may use a processor for it. Which collective it is has another name there than on
     a stack, so it is left open."""
     waits = one.doing in (RankActivity.OTHER, RankActivity.WORKS) and waits_recorded(one, RECORDED_STILL_S)
     return replace(one, doing=RankActivity.IN_COLLECTIVE, collective="") if waits else one
 
 
-def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis | None:
+def _by_records(states: Sequence[RankReport], nodes: Sequence[str]) -> Diagnosis | None:
     """None: the flight records do not show whose fault it is."""
     still = {
         one.rank: one.recorded
@@ -232,9 +241,9 @@ def _by_records(states: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis 
             if still[rank].fresh:  # or it may have entered since
                 why.setdefault(rank, words)
     if not why:
-        return Diagnosis(Finding.UNCLEAR, all_in) if all_in else None
+        return Diagnosis(HangFinding.UNCLEAR, all_in) if all_in else None
     one = _first(one for one in states if one.rank in why)
-    finding = Finding.LIKELY if len(why) == 1 else Finding.DOUBTFUL
+    finding = HangFinding.LIKELY if len(why) == 1 else HangFinding.DOUBTFUL
     place = _place(one, nodes)
     return Diagnosis(
         finding,
@@ -286,28 +295,30 @@ def _suspects(
     return found
 
 
-def _step(one: RankState) -> int:
+def _step(one: RankReport) -> int:
     return -1 if one.step is None else one.step
 
 
-def _collective(one: RankState) -> Hashable:
+def _collective(one: RankReport) -> Hashable:
     return one.collective
 
 
-def _exact_place(one: RankState) -> Hashable:
+def _exact_place(one: RankReport) -> Hashable:
     return one.where
 
 
-def _first(found: Iterable[RankState]) -> RankState:
+def _first(found: Iterable[RankReport]) -> RankReport:
     """The rank whose state is the clearest sign of a fault; of several, the one at the lowest step."""
     return min(found, key=lambda one: (_ORDER[one.doing], _step(one), one.rank))
 
 
-def _hindmost(found: Iterable[RankState]) -> RankState:
+def _hindmost(found: Iterable[RankReport]) -> RankReport:
     return min(found, key=lambda one: (_step(one), one.rank))
 
 
-def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes: Sequence[str]) -> Diagnosis:
+def _named(
+    finding: HangFinding, one: RankReport, waiting: Sequence[RankReport], nodes: Sequence[str]
+) -> Diagnosis:
     where = f" ({one.where})" if one.where else ""
     others = ""
     if waiting:
@@ -318,7 +329,7 @@ def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], nodes
     return Diagnosis(finding, f"rank {one.rank} on node {node} {words}{where}{others}", node, one.rank)
 
 
-def _what(one: RankState, *, own: bool = False) -> str:
+def _what(one: RankReport, *, own: bool = False) -> str:
     """
     >>> _what(RankState(0, RankActivity.IN_COLLECTIVE, collective="barrier"))
     'in barrier'
@@ -328,22 +339,22 @@ def _what(one: RankState, *, own: bool = False) -> str:
     return _WORDS[one.doing] if own else "in a collective"
 
 
-def _place(one: RankState, nodes: Sequence[str]) -> str:
+def _place(one: RankReport, nodes: Sequence[str]) -> str:
     return f"rank {one.rank} on node {nodes[one.rank]}" + (f" ({one.where})" if one.where else "")
 
 
-def _ranks(states: Sequence[RankState]) -> str:
+def _ranks(states: Sequence[RankReport]) -> str:
     word = "rank" if len(states) == 1 else "ranks"
     return f"{word} {shortened(str(one.rank) for one in states)}"
 
 
-def _is_or_are(states: Sequence[RankState]) -> str:
+def _is_or_are(states: Sequence[RankReport]) -> str:
     return "is" if len(states) == 1 else "are"
 
 
-def _tally(states: Sequence[RankState]) -> str:
+def _tally(states: Sequence[RankReport]) -> str:
     """How many ranks do what."""
-    counts: dict[str, list[RankState]] = {}
+    counts: dict[str, list[RankReport]] = {}
     for one in states:
         counts.setdefault(_what(one, own=True), []).append(one)
     return shortened((f"{_ranks(ones)}: {words}" for words, ones in counts.items()), "; ")

@@ -104,7 +104,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class RankReport:
     """What one worker does."""
 
     rank: Count
@@ -127,10 +127,10 @@ class HangReport:
 
     generation: Positive
     inquiry: Positive
-    ranks: Annotated[tuple[RankState, ...], AtMost(MAX_RANKS)]
+    ranks: Annotated[tuple[RankReport, ...], AtMost(MAX_RANKS)]
 
 
-class Finding(enum.Enum):
+class HangFinding(enum.Enum):
     """The conclusion from all reports."""
 
     HEALTHY = "healthy"
@@ -154,7 +154,7 @@ class HangProbe:
     number: Positive
     urgency: Urgency = Urgency.EARLY
     """The highest of all suspicions when it was made."""
-    finding: Finding | None = None
+    finding: HangFinding | None = None
     """Its result; None while the members are to answer."""
     why: Annotated[str, line(512)] = ""
     """The verdict's own words."""
@@ -166,7 +166,7 @@ class HangProbe:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    finding: Finding
+    finding: HangFinding
     why: str
     """A sentence for people, which names rank and node where the finding does."""
     node: str = ""
@@ -178,7 +178,7 @@ class Diagnosis:
 _TELLING = {doing: place for place, doing in enumerate(RankActivity)}
 
 
-def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
+def telling(states: tuple[RankReport, ...]) -> tuple[RankReport, ...]:
     """As many states as a report may have, by rank. Ranks that wait for no other rank are kept before others."""
     if len(states) <= MAX_RANKS:
         return states

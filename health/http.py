@@ -60,7 +60,7 @@ class Page(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PageRequest:
     """The parts of a request that pages read."""
 
     query: Mapping[str, str]
@@ -77,7 +77,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClientLimits:
     """What clients may cost."""
 
     max_connections: int = 32
@@ -93,9 +93,9 @@ class Answers:
     metrics: Callable[[], bytes]
     liveness: Callable[[], Probe]
     readiness: Callable[[], Probe]
-    pages: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
+    pages: Mapping[str, Callable[[PageRequest], Page]] = field(default_factory=dict)
     """By path."""
-    slow: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
+    slow: Mapping[str, Callable[[PageRequest], Page]] = field(default_factory=dict)
     """By path; they take the place of other pages of their path."""
 
 
@@ -106,13 +106,13 @@ class HealthServer:
         self,
         bind: socket.socket,
         answers: Answers,
-        limits: Limits = Limits(),
+        limits: ClientLimits = ClientLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: tuple[str, int] = bind.getsockname()[:2]
         self.limits = limits
         self._bind = bind
-        self._pages: dict[str, Callable[[Request], Page]] = {
+        self._pages: dict[str, Callable[[PageRequest], Page]] = {
             "/metrics": rested(lambda _: Page(HTTPStatus.OK, CONTENT_TYPE, answers.metrics()), clock),
             "/healthz": lambda _: _probe_page(answers.liveness()),
             "/readyz": lambda _: _probe_page(answers.readiness()),
@@ -145,7 +145,7 @@ class HealthServer:
         for _ in self._standing:
             self._taken.put(None)
 
-    def page(self, target: str, request: Request) -> Page:
+    def page(self, target: str, request: PageRequest) -> Page:
         """What is at this path. A page that fails is logged."""
         make = self._pages.get(target)
         if make is None:
@@ -202,10 +202,10 @@ class HealthServer:
             _cut(client)
             client.close()
 
-    def _slow_page(self, make: Callable[[Request], Page]) -> Callable[[Request], Page]:
+    def _slow_page(self, make: Callable[[PageRequest], Page]) -> Callable[[PageRequest], Page]:
         places = threading.BoundedSemaphore(self.limits.at_once)
 
-        def page(request: Request) -> Page:
+        def page(request: PageRequest) -> Page:
             if not places.acquire(blocking=False):
                 return status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
             try:
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         token = _BEARER.fullmatch(self.headers.get("Authorization", "").strip())
-        request = Request(dict(parse_qsl(query)), token[1] if token is not None else "")
+        request = PageRequest(dict(parse_qsl(query)), token[1] if token is not None else "")
         page = cast(HealthServer, self.server).page(path, request)
         self.send_response_only(page.status)
         for name, value in (
@@ -244,13 +244,13 @@ class _Handler(BaseHTTPRequestHandler):
         """A line of the log for each request would hide all others."""
 
 
-def rested(make: Callable[[Request], Page], clock: Callable[[], float]) -> Callable[[Request], Page]:
+def rested(make: Callable[[PageRequest], Page], clock: Callable[[], float]) -> Callable[[PageRequest], Page]:
     """The same page for all until it has rested: for one that is dear, of which a flood must not hold up the main
     loop. Who asks while it is made gets the one before."""
     lock = threading.Lock()
     newest: list[tuple[float, Page]] = []
 
-    def page(request: Request) -> Page:
+    def page(request: PageRequest) -> Page:
         if not lock.acquire(blocking=not newest):
             return newest[0][1]
         try:
@@ -279,5 +279,5 @@ def _probe_page(probe: Probe) -> Page:
     return Page(status, TEXT, f"{probe.detail}\n".encode(errors="replace"))
 
 
-def json_page(render: Callable[[], str]) -> Callable[[Request], Page]:
+def json_page(render: Callable[[], str]) -> Callable[[PageRequest], Page]:
     return lambda _: Page(HTTPStatus.OK, JSON, render().encode())

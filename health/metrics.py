@@ -47,7 +47,7 @@ Sample: TypeAlias = tuple[str, dict[str, str], float]
 _F = TypeVar("_F", bound="Family")
 
 
-class Row(Generic[_F]):
+class MetricRow(Generic[_F]):
     """Declares one family of a `Registry`: an attribute of its class, whose name is the metric's.
 
     A label with an empty set of values takes those that the registry was made with; `...` in a set stands for these.
@@ -77,7 +77,7 @@ class Family:
     complete = False
     """Every series exists from the start."""
 
-    def __init__(self, registry: Registry, name: str, row: Row[Any]) -> None:
+    def __init__(self, registry: Registry, name: str, row: MetricRow[Any]) -> None:
         self._lock = registry.lock
         self.name = name
         self.help_text = row.help_text
@@ -154,7 +154,7 @@ class Histogram(Family):
     kind = "histogram"
     complete = True
 
-    def __init__(self, registry: Registry, name: str, row: Row[Any]) -> None:
+    def __init__(self, registry: Registry, name: str, row: MetricRow[Any]) -> None:
         super().__init__(registry, name, row)
         self.buckets = row.buckets
         self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._values}
@@ -185,7 +185,7 @@ class Registry:
         self.families: list[Family] = []
         self._constant_labels = dict(constant_labels)
         for name, row in vars(type(self)).items():
-            if isinstance(row, Row):
+            if isinstance(row, MetricRow):
                 family = row.kind(self, name, row)
                 vars(self)[name] = family
                 self.families.append(family)
@@ -255,67 +255,67 @@ class Metrics(Registry):
     """The families of one agent, in the order of docs/metrics.md, and the events that several of them count. Levels are
     set when they are read, from the state of the node. Each series carries `run_id` and `node`."""
 
-    build_info = Row(
+    build_info = MetricRow(
         Gauge,
         "Always 1; the labels are the versions of the agent and of what it runs on.",
         **_VERSIONS,
     )
-    state = Row(
+    state = MetricRow(
         Level,
         "What the agent is doing: 1 for the current state, 0 for the others. Workers are starting until the "
         "script of each runs.",
         state=STATES,
     )
-    up_since_timestamp_seconds = Row(Gauge, "When this agent started, in seconds since the epoch.")
-    coordinator = Row(Level, "1 while this node decides which world comes next, else 0.")
+    up_since_timestamp_seconds = MetricRow(Gauge, "When this agent started, in seconds since the epoch.")
+    coordinator = MetricRow(Level, "1 while this node decides which world comes next, else 0.")
 
-    rendezvous_generation = Row(
+    rendezvous_generation = MetricRow(
         Level, "Number of the newest world this node belonged to; 0 before the first."
     )
-    world_size = Row(Level, "Workers in the current world; 0 outside one.")
-    group_world_size = Row(Level, "Nodes in the current world; 0 outside one.")
-    nodes = Row(
+    world_size = MetricRow(Level, "Workers in the current world; 0 outside one.")
+    group_world_size = MetricRow(Level, "Nodes in the current world; 0 outside one.")
+    nodes = MetricRow(
         Gauge,
         "Nodes by state: active are members of the running world. Only the coordinator knows the others: standby are "
         "outside a running world, waiting for the next world to form, lost are members of the newest world that are "
         "gone.",
         state=NODE_STATES,
     )
-    min_nodes = Row(Gauge, "Fewest nodes a world may have (configuration).")
-    node_excluded = Row(
+    min_nodes = MetricRow(Gauge, "Fewest nodes a world may have (configuration).")
+    node_excluded = MetricRow(
         Level,
         "1 while this node is excluded from all worlds, because workers failed on it alone, a rank on it was too slow, "
         "or an operator asked for it, else 0.",
     )
 
-    worker_exits_total = Row(
+    worker_exits_total = MetricRow(
         Counter,
         "Exits of this node's workers that the agent did not ask for, by cause.",
         local_rank=(),
         reason=("ok", ...),
     )
-    restarts_total = Row(
+    restarts_total = MetricRow(
         Counter,
         "Restarts of the workers of the whole world, by the failure or membership change behind them.",
         reason=(*MEMBERSHIP_CHANGES, ...),
     )
-    restart_budget_remaining = Row(
+    restart_budget_remaining = MetricRow(
         Gauge, "Restarts left before the job fails; +Inf without a cap.", kind=("failure",)
     )
-    backoff_seconds = Row(
+    backoff_seconds = MetricRow(
         Level,
         "Seconds the job waits before the restart that is due; 0 when none is, and where this node does not "
         "coordinate.",
     )
 
-    recovery_duration_seconds = Row(
+    recovery_duration_seconds = MetricRow(
         Histogram,
         "Seconds for which training stood still on this node: from the failed worker's exit, or else the order to "
         "stop, to the first step of a later generation (until the scripts have begun where none reports steps).",
         RECOVERY_BUCKETS_S,
         kind=("process", "node", "join", "leave"),
     )
-    recovery_phase_duration_seconds = Row(
+    recovery_phase_duration_seconds = MetricRow(
         Histogram,
         "The parts of recovery_duration_seconds, each observed once per recovery that had it: detect until the order "
         "to stop, stop until no worker is left, rendezvous until the next start without backoff (which only the "
@@ -326,46 +326,46 @@ class Metrics(Registry):
         phase=RECOVERY_PHASES,
     )
 
-    check_outcome = Row(
+    check_outcome = MetricRow(
         Gauge,
         "How the newest check of this node before a join (--check) ended: 0 ok, 1 warn, 2 fail; absent where that is "
         "unknown, and for what this job does not need.",
         check=AT_JOIN,
     )
 
-    step = Row(Gauge, "Newest training step that a worker of this node finished.")
-    last_step_timestamp_seconds = Row(Gauge, "When that step was finished, in seconds since the epoch.")
-    steps_total = Row(
+    step = MetricRow(Gauge, "Newest training step that a worker of this node finished.")
+    last_step_timestamp_seconds = MetricRow(Gauge, "When that step was finished, in seconds since the epoch.")
+    steps_total = MetricRow(
         Counter, "New training steps that this node's workers finished: beyond the highest one before."
     )
-    step_duration_seconds = Row(
+    step_duration_seconds = MetricRow(
         Histogram,
         "Seconds per training step, each step but the first of a generation observed once, as the mean of those that "
         "were finished since the agent looked last, a second ago; what is between two steps, such as a checkpoint, is "
         "included.",
         STEP_BUCKETS_S,
     )
-    step_time_skew_ratio = Row(
+    step_time_skew_ratio = MetricRow(
         Gauge,
         "Ratio of this rank's own time for a step, without its waits for other ranks, to the median over all ranks of "
         "the job: 1.4 is 40 % more. The slowest rank sets the pace of a synchronous job. Absent without steps.",
         local_rank=(),
     )
-    straggler = Row(
+    straggler = MetricRow(
         Level,
         "1 while the coordinator finds this rank slower than the others, else 0.",
         local_rank=(),
     )
-    lost_steps_total = Row(
+    lost_steps_total = MetricRow(
         Counter,
         "Training steps that this node's workers had finished and that the next generation had to do again.",
     )
-    productive_time_seconds_total = Row(
+    productive_time_seconds_total = MetricRow(
         Counter,
         "Seconds that this node's workers spent on new steps and finished them: between the first and the newest step "
         "of a generation, without recompute. Checkpoints saved in between are included.",
     )
-    lost_time_seconds_total = Row(
+    lost_time_seconds_total = MetricRow(
         Counter,
         "All other seconds since the agent started, by cause: detect since the last finished step until the order to "
         "stop; stop, rendezvous and backoff as in recovery_phase_duration_seconds; startup: its start, init, load and "
@@ -374,69 +374,69 @@ class Metrics(Registry):
         "in startup.",
         cause=LOST_TIME_CAUSES,
     )
-    store_request_duration_seconds = Row(
+    store_request_duration_seconds = MetricRow(
         Histogram,
         "Seconds until the rendezvous store answered a request, but for those under an expired lease.",
         PROMPT_BUCKETS_S,
         operation=STORE_REQUESTS,
     )
-    store_errors_total = Row(
+    store_errors_total = MetricRow(
         Counter,
         "Requests of the rendezvous that its store refused or did not answer in time.",
         operation=STORE_OPERATIONS,
     )
-    lease_age_seconds = Row(
+    lease_age_seconds = MetricRow(
         Gauge,
         "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent without a "
         "lease.",
     )
-    hang_timeout_seconds = Row(
+    hang_timeout_seconds = MetricRow(
         Gauge,
         "Workers that make no progress for so long have failed, once the rank is found that keeps the others waiting: "
         "--hang-timeout, or the limit of auto; absent without a limit.",
     )
-    hang_detector_state = Row(
+    hang_detector_state = MetricRow(
         Level,
         "1 for the state of this node's hang detector: off, watching, or suspecting a hang.",
         state=HANG_STATES,
     )
 
-    checkpoint_saves_total = Row(
+    checkpoint_saves_total = MetricRow(
         Counter,
         "Saves to disk that rank 0 reported on this node, and copies to this node's memory, by result.",
         tier=SAVE_TIERS,
         result=("ok", "error"),
     )
-    checkpoint_save_duration_seconds = Row(
+    checkpoint_save_duration_seconds = MetricRow(
         Histogram, "Seconds a successful checkpoint save took.", DURATION_BUCKETS_S, tier=SAVE_TIERS
     )
-    checkpoint_last_step = Row(
+    checkpoint_last_step = MetricRow(
         Gauge, "Training step of the newest checkpoint that this node saved or loaded.", tier=SAVE_TIERS
     )
-    checkpoint_last_success_timestamp_seconds = Row(
+    checkpoint_last_success_timestamp_seconds = MetricRow(
         Gauge,
         "When that checkpoint was saved, in seconds since the epoch; absent where another node saved it.",
         tier=SAVE_TIERS,
     )
-    checkpoint_interval_seconds = Row(
+    checkpoint_interval_seconds = MetricRow(
         Gauge, "Seconds between the two newest successful saves to disk that were reported on this node."
     )
-    checkpoint_blocked_seconds_total = Row(
+    checkpoint_blocked_seconds_total = MetricRow(
         Counter,
         "Seconds for which training stood still for saves and copies to memory, successful or not, as rank 0 and the "
         "first worker of this node reported; not while the disk was written behind it.",
     )
-    checkpoint_verify_failures_total = Row(
+    checkpoint_verify_failures_total = MetricRow(
         Counter, "Checkpoints that failed their checksums and were not loaded, each worker's finding counted."
     )
 
-    replica_partners_unreachable = Row(
+    replica_partners_unreachable = MetricRow(
         Gauge,
         "Partners of this node that do not take its shards now, because they do not answer or have no memory left for "
         "them; training goes on without those replicas.",
     )
 
-    dropped_total = Row(
+    dropped_total = MetricRow(
         Counter,
         "What this node has lost for good: events that a full disk did not take, bytes of log files, lines of the "
         "console, and reports of workers that the agent could not read or had no time for.",

@@ -1,7 +1,7 @@
 """How fast the ranks of each node work by themselves, and which are slower than the others: a sequential test.
 
 Each node writes into its record how long its ranks work on a step, without their waits for other ranks (`Paces`). The
-coordinator compares them all, and writes the median and the slower ranks into its own record (`Comparison`), which
+coordinator compares them all, and writes the median and the slower ranks into its own record (`PaceComparison`), which
 every node follows. Durations are microseconds; no field holds an instant.
 
 The own time of each rank is compared with the median over all ranks. Time above the tolerance adds to the rank's
@@ -55,7 +55,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PaceComparison:
     """The coordinator's result from the paces of all nodes."""
 
     generation: Positive
@@ -98,7 +98,7 @@ class Watched:
     ratios: Mapping[int, float] = field(default_factory=dict)
     """By rank: the smoothed logarithm of the ratio of its own time to the median."""
     named: frozenset[int] = frozenset()
-    comparison: Comparison | None = None
+    comparison: PaceComparison | None = None
     """None: too few ranks have reported."""
 
 
@@ -134,7 +134,7 @@ def compare(
         :MAX_STRAGGLERS
     ]
     stragglers = tuple(Straggler(nodes[rank], rank, own[rank]) for rank in sorted(slowest))
-    comparison = Comparison(generation, usual_us, stragglers)
+    comparison = PaceComparison(generation, usual_us, stragglers)
     return Watched(generation, seen, scores, smooth, named, comparison)
 
 

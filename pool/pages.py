@@ -14,8 +14,8 @@ from http import HTTPStatus
 
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
-from ..health.http import TEXT, Page, Probe, Request
-from ..health.metrics import CONTENT_TYPE, Gauge, Level, Registry, Row
+from ..health.http import TEXT, Page, PageRequest, Probe
+from ..health.metrics import CONTENT_TYPE, Gauge, Level, MetricRow, Registry
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store, run_prefix
@@ -44,11 +44,13 @@ class DaemonSnapshot:
 class PoolMetrics(Registry):
     """Each series carries `pool` and `node`."""
 
-    pool_member = Row(Level, "1 while this node has its place in the pool and follows all others, else 0.")
-    pool_nodes = Row(Gauge, "Nodes of the pool; absent while this node does not follow it.")
-    pool_idle_nodes = Row(Gauge, "Nodes of the pool that have no job and may be given one.")
-    pool_queued_jobs = Row(Gauge, "Jobs of the pool that wait for nodes.")
-    pool_running_jobs = Row(Gauge, "Jobs of the pool that have nodes.")
+    pool_member = MetricRow(
+        Level, "1 while this node has its place in the pool and follows all others, else 0."
+    )
+    pool_nodes = MetricRow(Gauge, "Nodes of the pool; absent while this node does not follow it.")
+    pool_idle_nodes = MetricRow(Gauge, "Nodes of the pool that have no job and may be given one.")
+    pool_queued_jobs = MetricRow(Gauge, "Jobs of the pool that wait for nodes.")
+    pool_running_jobs = MetricRow(Gauge, "Jobs of the pool that have nodes.")
 
     def __init__(self, pool: str, node: str) -> None:
         super().__init__({"pool": pool, "node": node}, {})
@@ -90,7 +92,7 @@ class DaemonPages:
             metrics.pool_running_jobs.set(now.counts.running_jobs if now.tracks else None)
             return metrics.render()
 
-    def all_metrics(self, _: Request) -> Page:
+    def all_metrics(self, _: PageRequest) -> Page:
         """The daemon's own, and behind them those of the job's agent on this node, whose `run_id` is the job's id.
 
         So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
@@ -110,7 +112,7 @@ class DaemonPages:
             log.debug("no metrics of job %s: %s", job, error)
             return ""
 
-    def job_log(self, request: Request) -> Page:
+    def job_log(self, request: PageRequest) -> Page:
         """A piece of what a job has printed here."""
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             missing = b"the token in this node's record of the pool is missing\n"

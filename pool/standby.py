@@ -42,7 +42,7 @@ from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock
 
 if TYPE_CHECKING:
-    from ..agent.main.assembly import Prepared
+    from ..agent.main.assembly import PreparedProcess
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ LONGEST_TURN_S = 60.0
 
 def await_job(
     descriptor: int, preloads: Sequence[str], store: str
-) -> tuple[tuple[str, ...], Prepared] | None:
+) -> tuple[tuple[str, ...], PreparedProcess] | None:
     """The words of the job's agent, which this process is from now on; None when the daemon has ended.
 
     `descriptor` is that of the daemon's socket, `preloads` the words of --preload, `store` the kind of the pool's.
@@ -278,7 +278,7 @@ def await_job(
     return job.words, prepared
 
 
-def _wait(channel: socket.socket, prepared: Prepared) -> None:
+def _wait(channel: socket.socket, prepared: PreparedProcess) -> None:
     """Until the daemon speaks, or has ended. What is preloaded is served meanwhile."""
     spares, events, spoke = prepared.spares, prepared.events, threading.Event()
 

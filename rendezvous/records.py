@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Within, shown
 from ..health.hang_report import HangProbe, HangReport, HangSuspicion
-from ..health.stragglers import Comparison, Paces
+from ..health.stragglers import PaceComparison, Paces
 from .errors import RecordInvalid
 from .messages import MAX_EXCLUSIONS, Exclusion, Limits, Program, Recheck
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
@@ -219,7 +219,7 @@ class NodeRecord(Record):
 
     paces: Paces | None = None
     """How fast its workers are; None before that is known."""
-    comparison: Comparison | None = None
+    comparison: PaceComparison | None = None
     """The coordinator alone writes it: its comparison of all nodes' paces."""
 
     def has(self, condition: Condition, generation: int) -> bool:
@@ -437,7 +437,7 @@ class World(Record):
         """By rank."""
         return tuple(member.node for member in self.members for _ in range(member.slots))
 
-    def comparison_of(self, leader: NodeRecord | None) -> Comparison | None:
+    def comparison_of(self, leader: NodeRecord | None) -> PaceComparison | None:
         """The one in the coordinator's record, if it is of this generation, which trains."""
         found = leader.comparison if leader is not None and self.trains else None
         return found if found is not None and found.generation == self.generation else None

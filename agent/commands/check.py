@@ -24,7 +24,7 @@ from ..common.exits import ExitCode
 from ..configuration.config import Config
 from ..configuration.derive import resolve
 from ..configuration.load import Settings
-from ..configuration.parse import Group, NodeCounts, Option, Source, duration, whole_number
+from ..configuration.parse import NodeCounts, Option, OptionGroup, OptionSource, duration, whole_number
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
 from .check_nodes import check_meeting_place, check_nodes
@@ -43,21 +43,21 @@ elastic-agent --help, and docs/checks.md.
 With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 
-OWN_OPTIONS = Group("check")
-JSON = OWN_OPTIONS.flag("json", "one JSON document instead of a table", sources=Source.CLI)
+OWN_OPTIONS = OptionGroup("check")
+JSON = OWN_OPTIONS.flag("json", "one JSON document instead of a table", sources=OptionSource.CLI)
 
 NODES: Option[int | None] = OWN_OPTIONS.option(
     "nodes",
     whole_number(1, MOST_NODES, "nodes"),
     "check the network between N nodes, too: start the same command on each of them",
-    sources=Source.CLI,
+    sources=OptionSource.CLI,
 )
 WAIT: Option[float] = OWN_OPTIONS.option(
     "wait",
     duration(0.0),
     "with --nodes: how long to wait for the store, and then for the other nodes",
     default="60s",
-    sources=Source.CLI,
+    sources=OptionSource.CLI,
 )
 
 _LEAST_WIDTH, _WIDEST = 60, 120

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from ...rendezvous.text import counted
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.load import Settings
-from ..configuration.parse import Group
+from ..configuration.parse import OptionGroup
 from ..observability.training_account import BEGUN, PHASES, Activity
-from ..output.journal import JobEvent, Kind
+from ..output.journal import EventKind, JobEvent
 from .command import columns, run_command
 from .runs import WHAT_RUN, WHERE, folder_of_run, journals_in
 from .status import span
@@ -62,7 +62,7 @@ _SLOW = "slow"
 """The cause of the event when a rank becomes a straggler; when it recovers, the event has another cause."""
 _START = "start"
 """The cause of the first world."""
-_KEPT = (Kind.WORLD, Kind.FAILURE, Kind.EXCLUSION, Kind.STRAGGLER, Kind.JOB_ENDED)
+_KEPT = (EventKind.WORLD, EventKind.FAILURE, EventKind.EXCLUSION, EventKind.STRAGGLER, EventKind.JOB_ENDED)
 
 Trouble = tuple[str, str]
 """A cause, and the node that it is put down to; empty: none."""
@@ -129,9 +129,9 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report | None
     if not intervals:
         return None
     events.sort(key=lambda event: event.at)
-    ends = [event for event in events if event.kind is Kind.JOB_ENDED]
+    ends = [event for event in events if event.kind is EventKind.JOB_ENDED]
     end = min(max(one.ended_at for one in intervals), ends[-1].at if ends else math.inf)
-    worlds = {event.generation: event for event in reversed(events) if event.kind is Kind.WORLD}
+    worlds = {event.generation: event for event in reversed(events) if event.kind is EventKind.WORLD}
     return Report(
         run,
         ends[-1].cause if ends else "",
@@ -148,7 +148,7 @@ def _lives(journal: Iterable[JobEvent]) -> Iterator[list[JobEvent]]:
     """The events of one agent after the other."""
     life: list[JobEvent] = []
     for event in journal:
-        if life and (event.kind is Kind.AGENT_STARTED or event.number <= life[-1].number):
+        if life and (event.kind is EventKind.AGENT_STARTED or event.number <= life[-1].number):
             yield life
             life = []
         life.append(event)
@@ -159,7 +159,7 @@ def _lives(journal: Iterable[JobEvent]) -> Iterator[list[JobEvent]]:
 def intervals_of(life: Sequence[JobEvent]) -> Iterator[Interval]:
     """What its accounts say."""
     known = [activity.value for activity in Activity]
-    accounts = [event for event in life if event.kind is Kind.ACCOUNTING]
+    accounts = [event for event in life if event.kind is EventKind.ACCOUNTING]
     at = min((one.at - sum(one.seconds.get(use, 0.0) for use in known) for one in accounts), default=0.0)
     before: Mapping[str, float] = {}
     for event in accounts:
@@ -234,13 +234,13 @@ def _troubles(worlds: Mapping[int, JobEvent], events: Iterable[JobEvent]) -> Map
     }
     last: JobEvent | None = None
     for event in events:
-        if event.kind is Kind.EXCLUSION:
+        if event.kind is EventKind.EXCLUSION:
             once.add((("excluded", event.about), event.counts.get("times", 0), None))
-        elif event.kind is Kind.STRAGGLER and event.cause == _SLOW:
+        elif event.kind is EventKind.STRAGGLER and event.cause == _SLOW:
             once.add(((_SLOW, event.about), event.generation, event.rank))
-        elif event.kind is Kind.FAILURE and event.generation >= max(worlds, default=0):
+        elif event.kind is EventKind.FAILURE and event.generation >= max(worlds, default=0):
             last = last or event
-        elif event.kind is Kind.JOB_ENDED and last is not None and not last.about:
+        elif event.kind is EventKind.JOB_ENDED and last is not None and not last.about:
             last = replace(last, about=event.about)  # as of a hang, which no worker's end tells
     if last is not None:
         once.add(((last.cause or "unknown", last.about), last.generation + 1, None))
@@ -315,7 +315,7 @@ Shows how a run spent its time, its ETTR, and what ended its generations and on 
 should be there: copy those that are on other disks into the folder. {WHAT_RUN}
 """
 
-REPORT_OPTIONS = Group("report")
+REPORT_OPTIONS = OptionGroup("report")
 JSON = REPORT_OPTIONS.flag("json", "one JSON document instead of text")
 
 

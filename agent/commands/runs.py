@@ -31,8 +31,8 @@ from ... import __version__
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import LOG_DIR, SCRIPT, ConfigError
 from ..configuration.load import Settings, read_environ
-from ..configuration.parse import PATH, Group, Option
-from ..output.journal import EVENT, JobEvent, Kind, journals, read_file
+from ..configuration.parse import PATH, Option, OptionGroup
+from ..output.journal import EVENT, EventKind, JobEvent, journals, read_file
 from ..output.log_files import FLIGHT_RECORDS, is_run, newest_run, own_logs
 from ..output.masking import masked, secrets_in
 from .command import run_command
@@ -95,7 +95,7 @@ usage: elastic-agent events [RUN] [--json] [--log-dir DIR]
 Shows the events of a run, of all nodes whose journals are there. {WHAT_RUN}
 """
 
-EVENTS_OPTIONS = Group("events")
+EVENTS_OPTIONS = OptionGroup("events")
 JSON = EVENTS_OPTIONS.flag("json", "one JSON object a line, as in the files")
 
 
@@ -110,7 +110,7 @@ def _show_events(run: str, command_line: Settings) -> None:
     for event in found:
         if command_line[JSON].value:
             print(EVENT.encode(event))
-        elif event.kind is not Kind.ACCOUNTING:  # for other programs
+        elif event.kind is not EventKind.ACCOUNTING:  # for other programs
             print(event_in_words(event))
     sys.stdout.flush()
 
@@ -118,10 +118,10 @@ def _show_events(run: str, command_line: Settings) -> None:
 def event_in_words(event: JobEvent) -> str:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at))
     where = f"rank {event.rank}" if event.rank is not None else ""
-    if event.about and event.kind is Kind.FAILURE:
+    if event.about and event.kind is EventKind.FAILURE:
         where = f"{where} on {event.about}".strip()
     text = f"{where}: {event.text}" if where and where not in event.text else event.text
-    kind = "generation" if event.kind is Kind.WORLD else event.kind.value.replace("_", " ")
+    kind = "generation" if event.kind is EventKind.WORLD else event.kind.value.replace("_", " ")
     return f"{moment}  {event.node:<12}  {event.generation:>4}  {kind:<15}  {text}"
 
 
@@ -134,7 +134,7 @@ Writes logs, evidence, journals and settings of a run into one archive, with eve
 Copy files from the disks of other nodes into the folder first. {WHAT_RUN}
 """
 
-DIAGNOSE_OPTIONS = Group("diagnose")
+DIAGNOSE_OPTIONS = OptionGroup("diagnose")
 OUTPUT: Option[Path | None] = DIAGNOSE_OPTIONS.option(
     "output",
     PATH,

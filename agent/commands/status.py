@@ -25,7 +25,7 @@ from ..common.exits import CannotDo
 from ..configuration.config import CONFIG_FILE, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import Settings
-from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
+from ..configuration.parse import Option, OptionGroup, Parser, duration, read_endpoint
 from ..configuration.rendezvous import (
     ETCD_OPTIONS,
     MEETING,
@@ -33,7 +33,7 @@ from ..configuration.rendezvous import (
     RendezvousConfig,
 )
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
-from ..observability.sources import AgentsSource, Source, StoreSource
+from ..observability.sources import AgentsSource, JobSource, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
 from .command import columns, printable, run_command
 
@@ -55,7 +55,7 @@ def _read_agent(text: str) -> Endpoint:
     return found
 
 
-STATUS_OPTIONS = Group("status")
+STATUS_OPTIONS = OptionGroup("status")
 AGENT: Option[Endpoint | None] = STATUS_OPTIONS.option(
     "agent",
     Parser("host:port", _read_agent, metavar="HOST:PORT"),
@@ -96,7 +96,7 @@ def _work(job: str, command_line: Settings) -> None:
 # --- Which source
 
 
-def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> Source:
+def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> JobSource:
     """`job` is the only one to show. Raises ConfigError with all problems."""
     agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
     store_options = any(option in command_line for option in _OF_THE_STORE)
@@ -130,7 +130,7 @@ def choose_source(command_line: Settings, environ: Mapping[str, str], job: str |
 
 def _agents_here(
     timeout_s: float, place: Callable[[], RendezvousConfig | None], job: str | None = None
-) -> Source:
+) -> JobSource:
     """Where there is none, the store is asked that the environment names, or that of the pool."""
     here = partial(agents_here, run_directory_parents(), os.getuid())
     return AgentsSource(here, timeout_s, here=True, job=job, otherwise=place)

@@ -20,7 +20,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """An HTTP answer."""
 
     status: int
@@ -46,7 +46,7 @@ def request(
     *,
     method: str = "GET",
     headers: Mapping[str, str] | None = None,
-) -> Reply:
+) -> HttpReply:
     """The answer, with a body of at most `max_bytes`.
 
     Raises ConnectionRefusedError when no process listens there any more, another OSError when the other side cannot be
@@ -75,7 +75,7 @@ def request(
         connection.close()
     if len(body) > max_bytes:
         raise NoAnswer(f"more than {max_bytes} bytes")
-    return Reply(response.status, body)
+    return HttpReply(response.status, body)
 
 
 def get(server: Endpoint, path: str, clock: Callable[[], float], timeout_s: float, max_bytes: int) -> str:

@@ -28,11 +28,11 @@ from .parse import (
     ROLE_NAME,
     TEXT,
     Affinity,
-    Group,
     NodeCounts,
     Option,
+    OptionGroup,
+    OptionSource,
     Parser,
-    Source,
     Streams,
     WorkerCount,
     one_of,
@@ -68,7 +68,7 @@ DevicePinning = Literal["index", "mask", "none"]
 LogFormat = Literal["text", "json"]
 Shell = Literal["bash"]
 
-LOGS = Group("Logs")
+LOGS = OptionGroup("Logs")
 NO_FILES = Path(os.devnull)
 LOG_DIR: Option[Path | None] = LOGS.option(
     "log-dir",
@@ -164,12 +164,12 @@ class LogConfig:
         return asked or bool(self.stdout_filters or self.stderr_filters)
 
 
-RUNNING = Group("What to run")
+RUNNING = OptionGroup("What to run")
 SCRIPT: Option[str | None] = RUNNING.option(
     "script",
     TEXT,
     "Python script every worker runs: on the command line the first word that is no option; all after it is its own",
-    sources=Source.ENV | Source.FILE,
+    sources=OptionSource.ENV | OptionSource.FILE,
 )
 MODULE: Option[str | None] = RUNNING.option(
     "module", TEXT, "run a module, as python -m does; all after it is its own", short="-m"
@@ -182,7 +182,7 @@ ARGS: Option[tuple[str, ...]] = RUNNING.option(
     Parser("words as a shell would split them", lambda text: tuple(shlex.split(text))),
     "arguments of the script, module or program; in the file a list of texts",
     default="",
-    sources=Source.ENV | Source.FILE,
+    sources=OptionSource.ENV | OptionSource.FILE,
 )
 RUN_PATH = RUNNING.flag(
     "run-path",
@@ -190,7 +190,7 @@ RUN_PATH = RUNNING.flag(
     " script's",
 )
 
-NODES = Group("Nodes and workers")
+NODES = OptionGroup("Nodes and workers")
 MIN_NODES: Option[int] = NODES.option(
     "min-nodes",
     whole_number(1, MOST_NODES, "nodes"),
@@ -269,7 +269,7 @@ CHECK: Option[CheckMode] = NODES.option(
     default="warn",
 )
 
-NETWORK = Group("Network")
+NETWORK = OptionGroup("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
     Parser("an IP address, or the name of an interface or host", read_host, metavar="HOST"),
@@ -288,24 +288,24 @@ HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
     " where none can join; the log says which)",
 )
 
-ITSELF = Group("Configuration")
+ITSELF = OptionGroup("Configuration")
 CONFIG_FILE: Option[str | None] = ITSELF.option(
-    "config", TEXT, "read settings from FILE.toml first", sources=Source.CLI | Source.ENV
+    "config", TEXT, "read settings from FILE.toml first", sources=OptionSource.CLI | OptionSource.ENV
 )
 CHECK_CONFIG = ITSELF.flag(
     "check-config",
     "print every setting with its source and what follows from them on this machine, start nothing",
-    sources=Source.CLI,
+    sources=OptionSource.CLI,
 )
 PRINT_COMPLETION: Option[str | None] = ITSELF.option(
     "print-completion",
     one_of(Shell),
     "print what this shell needs to complete the command's options",
-    sources=Source.CLI,
+    sources=OptionSource.CLI,
 )
-VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
+VERSION = ITSELF.flag("version", "print the version", sources=OptionSource.CLI)
 HELP = ITSELF.flag(
-    "help", "print every option; -h only those that most people need", short="-h", sources=Source.CLI
+    "help", "print every option; -h only those that most people need", short="-h", sources=OptionSource.CLI
 )
 
 

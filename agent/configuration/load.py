@@ -37,7 +37,7 @@ from .config import (
     Problem,
     UserCause,
 )
-from .parse import NodeCounts, Option, Source
+from .parse import NodeCounts, Option, OptionSource
 from .stopping import STOP_GRACE
 
 if sys.version_info >= (3, 11):
@@ -211,7 +211,7 @@ class Settings:
         the same."""
         rows, causes = [], []
         for option in OPTIONS:
-            if option.shorthand or Source.FILE not in option.sources:
+            if option.shorthand or OptionSource.FILE not in option.sources:
                 continue
             setting = self[option]
             unset = setting.value is None
@@ -310,7 +310,7 @@ def _flags(more: Sequence[Option[object]]) -> dict[str, Option[object]]:
     flags = {
         f"--{name}": option
         for option in (*OPTIONS, *more)
-        if Source.CLI in option.sources
+        if OptionSource.CLI in option.sources
         for name in option.names
     }
     flags |= {option.short: option for option in OPTIONS if option.short}
@@ -345,7 +345,7 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
     variables = {
         _variable(ENV_PREFIX, name): option
         for option in _SHORTHANDS_FIRST
-        if Source.ENV in option.sources
+        if OptionSource.ENV in option.sources
         for name in option.names
     }
     for name, option in variables.items():
@@ -373,7 +373,10 @@ def read_file(path: str) -> Settings:
         settings.broken.add(SCRIPT.name)
         return settings
     keys = {
-        name: option for option in _SHORTHANDS_FIRST if Source.FILE in option.sources for name in option.names
+        name: option
+        for option in _SHORTHANDS_FIRST
+        if OptionSource.FILE in option.sources
+        for name in option.names
     }
     if KEY in document:
         causes, problems = read_causes(document.pop(KEY), path)

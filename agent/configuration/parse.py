@@ -348,7 +348,7 @@ USER = Parser(
 YES_OR_NO = Parser("true or false", _yes_or_no)
 
 
-class Source(Flag):
+class OptionSource(Flag):
     """Where an option may be written."""
 
     CLI = 1
@@ -388,7 +388,7 @@ class Option(Generic[T_co]):
     flag: bool = False  # on the command line it stands alone and means true
     shorthand: bool = False
     conf: tuple[str, ...] = ()  # keys of torchrun's --rdzv-conf, the one to recommend first
-    sources: Source = Source.ALL
+    sources: OptionSource = OptionSource.ALL
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -417,7 +417,7 @@ class Option(Generic[T_co]):
         return f"  {names} {self.parser.metavar}".rstrip() + "\n" + body
 
 
-class Group(list[Option[object]]):
+class OptionGroup(list[Option[object]]):
     """Options that stand together in `--help` and in the documentation."""
 
     def __init__(self, title: str) -> None:

@@ -21,8 +21,8 @@ from .parse import (
     MOST_NODES,
     PATH,
     USER,
-    Group,
     Option,
+    OptionGroup,
     Parser,
     duration,
     host_and_port,
@@ -129,7 +129,7 @@ LOCAL_POOL = ("127.0.0.1", 29401)
 STATIC_HOST, STATIC_PORT = "127.0.0.1", 29500
 """torchrun's defaults for a static rendezvous."""
 
-MEETING = Group("Rendezvous")
+MEETING = OptionGroup("Rendezvous")
 BACKEND: Option[str | None] = MEETING.option(
     "rdzv-backend",
     Parser(in_words(STORES), read_backend, metavar="STORE"),
@@ -200,7 +200,7 @@ LEASE_TTL: Option[float] = MEETING.option(
     conf=("lease_ttl",),
 )
 
-ETCD_OPTIONS = Group("Rendezvous through etcd")
+ETCD_OPTIONS = OptionGroup("Rendezvous through etcd")
 ETCD_CA: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-ca",
     PATH,

@@ -14,9 +14,9 @@ from typing import Literal
 from .parse import (
     MOST_REPLICAS,
     SIZE,
-    Group,
     NoticeSource,
     Option,
+    OptionGroup,
     Parser,
     duration,
     read_hang_timeout,
@@ -27,7 +27,7 @@ from .parse import (
 )
 from .rendezvous import SLURM
 
-STOPPING = Group("Restarts and stopping")
+STOPPING = OptionGroup("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
     "max-restarts",
     Parser("a whole number of restarts from 0 to 1000000, or auto", read_restarts, metavar="N"),
@@ -74,7 +74,7 @@ NOTICE: Option[NoticeSource] = STOPPING.option(
     default="auto",
 )
 
-TIMEOUTS = Group("Timeouts of training")
+TIMEOUTS = OptionGroup("Timeouts of training")
 HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     "hang-timeout",
     Parser(

@@ -31,7 +31,7 @@ from ...codec import Invalid, load_object
 from ...rendezvous.records import Endpoint
 from ...threads import Thread
 from ..common.events import Event
-from ..common.http_client import NoAnswer, Reply, request
+from ..common.http_client import HttpReply, NoAnswer, request
 from ..configuration.parse import NoticeSource
 from ..workers.processes.proc import read
 
@@ -60,7 +60,7 @@ class SourceFailed(Exception):
     """A source gives no answer, or none that can be read; the text says why."""
 
 
-class Source:
+class NoticeReader:
     """Of notices: a cloud, a file."""
 
     interval_s = 1.0
@@ -79,7 +79,7 @@ class NoticeWatch:
 
     def __init__(
         self,
-        source: Source,
+        source: NoticeReader,
         noticed: Callable[[str, float | None], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -144,12 +144,12 @@ def detect_cloud(dmi: Path = DMI) -> str:
     return "azure" if read(dmi / "chassis_asset_tag") == AZURE_TAG else ""
 
 
-def source_for(wanted: NoticeSource, dmi: Path = DMI) -> Source | None:
+def source_for(wanted: NoticeSource, dmi: Path = DMI) -> NoticeReader | None:
     """By --notice; None: there is nothing to look at."""
     kind = detect_cloud(dmi) if wanted.kind == "auto" else wanted.kind
     if kind == "file":
         return WatchedFile(wanted.path)
-    clouds: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+    clouds: dict[str, Callable[[], NoticeReader]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
     return clouds[kind]() if kind in clouds else None
 
 
@@ -163,10 +163,10 @@ TIMEOUT_S = 1.0
 
 
 @dataclass
-class _Cloud(Source):
+class _Cloud(NoticeReader):
     server: Endpoint = field(default_factory=lambda: Endpoint(HOST, 80))
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> HttpReply:
         """Directly, and never through a proxy. Raises SourceFailed."""
         try:
             return request(
@@ -176,11 +176,11 @@ class _Cloud(Source):
             raise SourceFailed(f"{path}: {error!r}") from error
 
 
-def _wrong(path: str, reply: Reply) -> SourceFailed:
+def _wrong(path: str, reply: HttpReply) -> SourceFailed:
     return SourceFailed(f"{path}: status {reply.status}, {quoted(reply.body)}")
 
 
-def _object(path: str, reply: Reply) -> dict[str, Any]:
+def _object(path: str, reply: HttpReply) -> dict[str, Any]:
     """Raises SourceFailed."""
     if reply.status == 200:
         with contextlib.suppress(Invalid):
@@ -188,7 +188,7 @@ def _object(path: str, reply: Reply) -> dict[str, Any]:
     raise _wrong(path, reply)
 
 
-def _text(path: str, reply: Reply) -> str:
+def _text(path: str, reply: HttpReply) -> str:
     """Raises SourceFailed."""
     if reply.status != 200 or not (text := reply.body.decode("latin-1").strip()):
         raise _wrong(path, reply)
@@ -207,7 +207,7 @@ class Aws(_Cloud):
     _token: str = ""
 
     def poll(self) -> Notice | None:
-        reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token}) if self._token else Reply(401)
+        reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token}) if self._token else HttpReply(401)
         if reply.status == 401:
             token = self.ask(TOKEN_PATH, {f"{TOKEN_HEADER}-ttl-seconds": "21600"}, "PUT")
             text = token.body.decode("latin-1").strip()
@@ -300,7 +300,7 @@ MAX_CONTENTS = 4096
 
 
 @dataclass
-class WatchedFile(Source):
+class WatchedFile(NoticeReader):
     """Looked at more often than a cloud: that costs a system call, and its notice may be short."""
 
     path: str

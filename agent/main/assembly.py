@@ -1,6 +1,6 @@
 """What one agent is made of. Its parts are made and started by `run`, in their order.
 
-`Prepared` is what a process can have ready before it is the agent of any job: its threads' queue, its mark, and
+`PreparedProcess` is what a process can have ready before it is the agent of any job: its threads' queue, its mark, and
 preloaded modules. An agent makes this when it starts. A daemon's standby (`pool/standby.py`) has made it long before,
 and preloads meanwhile what workers import: then the first workers of its job are forked at once.
 """
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedProcess:
     incarnation: str
     events: queue.SimpleQueue[Event]
     io: IoThread
@@ -66,16 +66,18 @@ class Prepared:
     """Those of an unknown job, which are being preloaded."""
 
 
-def prepare_process() -> Prepared:
+def prepare_process() -> PreparedProcess:
     """To be called once, before this process has started any other. Raises OSError."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     listen(lambda thread, error: thread_failed(events, thread, error))
     subreaper, adoption_error, io = Subreaper(), adopt_orphans(), IoThread()
     io.start()
-    return Prepared(uuid.uuid4().hex[:12], events, io, subreaper, adoption_error)
+    return PreparedProcess(uuid.uuid4().hex[:12], events, io, subreaper, adoption_error)
 
 
-def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
+def preload(
+    prepared: PreparedProcess, words: Sequence[str], environment: Mapping[str, str]
+) -> PreparedProcess:
     """With what these words of --preload name, in this environment, where that can be."""
     if prepared.adoption_error or not words:
         return prepared
@@ -84,12 +86,12 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
     return replace(prepared, spares=spares)
 
 
-def marked(prepared: Prepared, environment: Mapping[str, str]) -> dict[str, str]:
+def marked(prepared: PreparedProcess, environment: Mapping[str, str]) -> dict[str, str]:
     """By the mark the guard finds the fork server, too."""
     return {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
 
 
-def new_spares(prepared: Prepared, environment: Mapping[str, str], words: Sequence[str]) -> Spares:
+def new_spares(prepared: PreparedProcess, environment: Mapping[str, str], words: Sequence[str]) -> Spares:
     return Spares(marked(prepared, environment), words, prepared.io, prepared.events.put, clock)
 
 
@@ -146,7 +148,7 @@ class Agent:
         self,
         config: Config,
         name: str,
-        prepared: Prepared,
+        prepared: PreparedProcess,
         environment: Mapping[str, str],
         manager: ServiceManager,
         console: Console,

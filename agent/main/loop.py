@@ -62,7 +62,7 @@ _EXITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class AgentEnd:
     code: ExitCode
     reason: str
     failure: Failure | None = None
@@ -137,14 +137,14 @@ class Loop:
             now, leaves_s = self._clock(), leaves_in_s(left_s, self._stop.grace_s)
             self._ends[JOBS_END] = KnownEnd(JOBS_END, now + leaves_s, now + left_s)
         self._handing: Handing | None = None
-        self._departing: Ending | None = None
+        self._departing: AgentEnd | None = None
         """How this agent ends, as soon as the last saves are on disk."""
-        self._ending: Ending | None = None
+        self._ending: AgentEnd | None = None
         self._lack: Lack | None = None
-        self._fatal: Ending | None = None
+        self._fatal: AgentEnd | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
-    def run(self) -> Ending:
+    def run(self) -> AgentEnd:
         """Until this node's part in the job is over; no worker is left then."""
         while True:
             wake_at = self._turn()
@@ -202,7 +202,7 @@ class Loop:
             self._lacks("a port", str(error), now)
         except PortError as error:
             log.error("no port for the workers' store: %s", error)
-            self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
+            self._fatal = self._fatal or AgentEnd(ExitCode.NOT_HERE, str(error))
         else:
             self._has("a port")
             return port
@@ -224,7 +224,7 @@ class Loop:
             log.warning("%s: trying again in %g s", what, TRIES_AGAIN_S)
             return
         log.error("%s: that lasts, and this node leaves", what)
-        self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
+        self._fatal = self._fatal or AgentEnd(ExitCode.NOT_HERE, what)
 
     def advance(self, now: float) -> bool:
         try:
@@ -248,7 +248,7 @@ class Loop:
         if self._departing is not None:
             return False
         if unkillable := supervisor.unkillable():
-            self._ending = Ending(ExitCode.UNKILLABLE, unkillable)
+            self._ending = AgentEnd(ExitCode.UNKILLABLE, unkillable)
             return False
         if self._fatal is not None:
             supervisor.stop(grace_s, gently=False, reason=self._fatal.reason)
@@ -358,14 +358,14 @@ class Loop:
 
         Thread(finish, "last-saves", lambda: self._events.put(partial(self._saves_finished, ""))).start()
 
-    def _end(self, action: Leave) -> Ending:
+    def _end(self, action: Leave) -> AgentEnd:
         world = self._participant.world
         failure = world.cause.failure if world is not None and action.why is not Result.SUCCEEDED else None
         if failure is not None:
             self._supervisor.show_failure(failure)
         if self._left is not None and action.why is not Result.SUCCEEDED:
-            return Ending(self._left.code, f"stopped by {self._left.asked_by}")
-        return Ending(_EXITS[action.why], action.reason, failure)
+            return AgentEnd(self._left.code, f"stopped by {self._left.asked_by}")
+        return AgentEnd(_EXITS[action.why], action.reason, failure)
 
     # ---------------------------------------------------------------- events
 
@@ -384,13 +384,13 @@ class Loop:
         if not lost and world is not None:
             lost = self._supervisor.lost_save(world.generation)
         if lost:
-            self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {lost}")
+            self._ending = AgentEnd(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {lost}")
 
     def _thread_failed(self, event: ThreadFailed) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""
         if self._fatal is None:
             log.error("this agent ends: %s", event.reason)
-            self._fatal = Ending(event.code, event.reason)
+            self._fatal = AgentEnd(event.code, event.reason)
             if self._departing is not None:
                 self._departing = self._fatal  # the last saves may not be on disk
 

@@ -45,7 +45,7 @@ from ..observability.page import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board
 from ..observability.sources import AgentsSource
 from ..observability.status import JOB_PATH, STATUS_PATH, NodeState
 from ..output.console import take as take_console
-from ..output.journal import EVENTS_PATH, Journal, Kind
+from ..output.journal import EVENTS_PATH, EventKind, Journal
 from ..output.log_files import LogFiles
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.node_checks import NodeChecks
@@ -70,7 +70,7 @@ from ..workers.processes.workers import WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (
     Agent,
-    Prepared,
+    PreparedProcess,
     about_node,
     bind_all,
     bind_for_workers,
@@ -79,7 +79,7 @@ from .assembly import (
     spares_of,
 )
 from .heartbeat import Heartbeat
-from .loop import Ending, Loop
+from .loop import AgentEnd, Loop
 from .process import (
     ServiceManager,
     catch_signals,
@@ -97,7 +97,7 @@ time to live, after which a silent one is known to be gone."""
 
 
 def run(
-    config: Config, machine: Machine, prepared: Prepared | None = None, in_force: Sequence[str] = ()
+    config: Config, machine: Machine, prepared: PreparedProcess | None = None, in_force: Sequence[str] = ()
 ) -> int:
     """One agent's whole life on this machine. Returns its exit code. `in_force`: the settings, for people."""
     name = config.node_id or unique_node_id()
@@ -115,13 +115,13 @@ def run(
             Agent(config, name, prepared, environment, manager, console, machine, directory, in_force)
         )
     except CannotStart as refusal:
-        ending = Ending(refusal.code, str(refusal))
+        ending = AgentEnd(refusal.code, str(refusal))
     except Exception as error:
         if lack := lack_in(error):
-            ending = Ending(ExitCode.NOT_HERE, lack)
+            ending = AgentEnd(ExitCode.NOT_HERE, lack)
         else:
             log.exception("the main thread has failed; please report this")
-            ending = Ending(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
+            ending = AgentEnd(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
     if ending.code is not ExitCode.SUCCESS:
         write_error_file(os.environ, ending.code, ending.reason, ending.failure, time.time())
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
@@ -131,7 +131,7 @@ def run(
     return ending.code
 
 
-def _run(agent: Agent) -> Ending:
+def _run(agent: Agent) -> AgentEnd:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals)
     if agent.prepared.adoption_error:
@@ -196,7 +196,7 @@ def _keep_books(agent: Agent) -> None:
         beside=about_node(agent.name, agent.in_force, secrets),
         count_lost=partial(metrics.dropped_total.inc, what="events"),
     )
-    journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
+    journal.note(EventKind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
     log_to(agent.console, agent.name, config.logs, lambda: journal.generation)
     agent.state = NodeState(
         job,
@@ -432,7 +432,7 @@ def _watch_for_notices(agent: Agent, loop: Loop) -> None:
         agent.started(NoticeWatch(source, loop.noticed, agent.events.put, agent.clock, time.time))
 
 
-def _live(agent: Agent, loop: Loop) -> Ending:
+def _live(agent: Agent, loop: Loop) -> AgentEnd:
     """No worker is left when the loop ends. Only then the lease is given up."""
     agent.heartbeat.start()
     ending = loop.run()
@@ -444,7 +444,7 @@ def _live(agent: Agent, loop: Loop) -> Ending:
     return ending
 
 
-def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
+def _depart(store: Store, participant: Participant, ending: AgentEnd, *, stays_for_others: bool) -> None:
     """Give up the lease, so that no node waits for it to expire; keep a store that we host up until all have left."""
     if ending.code is ExitCode.NO_ANSWER and not stays_for_others:
         return

@@ -12,13 +12,13 @@ from enum import Enum
 from typing import Any
 
 from ...health import stragglers
-from ...health.stragglers import Comparison, Straggler
+from ...health.stragglers import PaceComparison, Straggler
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.messages import Exclusion, differences
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ...rendezvous.text import shortened
-from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
+from .sources import AT_ONCE, FoundJob, JobSource, NodeAnswer, Unreachable, ask_nodes
 from .status import Checkpoint, NodeStatus
 
 SCHEMA = 3
@@ -152,12 +152,12 @@ def _names(record: type[Any]) -> list[str]:
     return [field.name for field in fields(record) if field.name != "status"]
 
 
-def look(source: Source, timeout_s: float, at_once: int = AT_ONCE) -> list[JobReport]:
+def look(source: JobSource, timeout_s: float, at_once: int = AT_ONCE) -> list[JobReport]:
     """Each job of the source, whose nodes are asked by so many threads. Raises CannotDo."""
     return [report(found, ask_nodes(found.job, timeout_s, at_once)) for found in source.jobs()]
 
 
-def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
+def report(found: FoundJob, answers: Mapping[str, NodeAnswer]) -> JobReport:
     """`answers` are by incarnation."""
     job, world = found.job, found.job.world
     nodes = tuple(_nodes(found, answers))
@@ -197,7 +197,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
     )
 
 
-def _nodes(found: Found, answers: Mapping[str, NodeAnswer]) -> Iterator[NodeReport]:
+def _nodes(found: FoundJob, answers: Mapping[str, NodeAnswer]) -> Iterator[NodeReport]:
     job, world, asked = found.job, found.job.world, found.job.agent
     records = {record.incarnation: record for record in job.nodes}
     lives = world is not None and world.phase is not Phase.ENDED
@@ -287,7 +287,7 @@ def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
 
 
 def _notes(
-    found: Found, nodes: Iterable[NodeReport], step: int, comparison: Comparison | None, *, waits: bool
+    found: FoundJob, nodes: Iterable[NodeReport], step: int, comparison: PaceComparison | None, *, waits: bool
 ) -> Iterator[str]:
     """`waits`: the report says already for what."""
     job, world = found.job, found.job.world

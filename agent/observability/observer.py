@@ -12,14 +12,14 @@ from pathlib import Path
 
 from ...health.hang_report import HangProbe, HangSuspicion
 from ...health.metrics import Metrics
-from ...health.stragglers import Comparison, Straggler, in_words
+from ...health.stragglers import PaceComparison, Straggler, in_words
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.messages import Exclusion
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.session import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import Cause, CauseKind, Failure, Member, Phase, World
 from ...rendezvous.text import counted
-from ..output.journal import Journal, Kind
+from ..output.journal import EventKind, Journal
 from ..output.log_files import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .status import NodeState
@@ -72,7 +72,7 @@ class Observer:
         self._world: World | None = None
         """The newest that was looked at, as were the next two."""
         self._excluded: Mapping[str, Exclusion] = {}
-        self._comparison: Comparison | None = None
+        self._comparison: PaceComparison | None = None
         self._shown: Failure | None = None
         self._other_limits: tuple[str, ...] = ()
         self._leaving = False
@@ -141,16 +141,20 @@ class Observer:
         if world.phase is Phase.ENDED:
             result = world.result.value if world.result is not None else ""
             self.journal.note(
-                Kind.JOB_ENDED, why, generation=number, about=about, cause=result, counts=counts
+                EventKind.JOB_ENDED, why, generation=number, about=about, cause=result, counts=counts
             )
             return
         noted = before if before is not None and before.generation == number else None
         # Of one that an agent sees late, in another phase, the cause is that of its end.
         if noted is None and world.phase is Phase.RUNNING:
             cause = reason(world.cause)
-            self.journal.note(Kind.WORLD, why, generation=number, about=about, cause=cause, counts=counts)
+            self.journal.note(
+                EventKind.WORLD, why, generation=number, about=about, cause=cause, counts=counts
+            )
         if world.drains and (noted is None or not noted.drains):
-            self.journal.note(Kind.DRAIN, why, generation=number, about=about, cause=world.cause.kind.value)
+            self.journal.note(
+                EventKind.DRAIN, why, generation=number, about=about, cause=world.cause.kind.value
+            )
         self._note_exclusions(exclusions.left_out(world.exclusions))
 
     def _note_exclusions(self, out: Mapping[str, Exclusion]) -> None:
@@ -160,10 +164,10 @@ class Observer:
                 why = f"node {name} is {exclusions.in_words(one)}"
                 log.warning("%s", why)
                 counts = {"times": one.times}
-                self.journal.note(Kind.EXCLUSION, why, about=name, cause=one.cause, counts=counts)
+                self.journal.note(EventKind.EXCLUSION, why, about=name, cause=one.cause, counts=counts)
         for name in (name for name in before if name not in out):
             log.warning("node %s is readmitted: worlds may include it again", name)
-            self.journal.note(Kind.READMISSION, f"node {name} is readmitted", about=name)
+            self.journal.note(EventKind.READMISSION, f"node {name} is readmitted", about=name)
 
     def _note_stragglers(self, snapshot: NodeSnapshot) -> None:
         """Each rank once when it becomes slow, and once when it no longer is, but for one that has ended."""
@@ -185,7 +189,7 @@ class Observer:
                 self._note_straggler(one, text, "recovered")
 
     def _note_straggler(self, one: Straggler, text: str, cause: str) -> None:
-        self.journal.note(Kind.STRAGGLER, text, rank=one.rank, about=one.node, cause=cause)
+        self.journal.note(EventKind.STRAGGLER, text, rank=one.rank, about=one.node, cause=cause)
 
     def _account_for_waiting(self, snapshot: NodeSnapshot, now: float) -> None:
         """No worker is here: the time is the rendezvous', the pause's, or that of a job without this node."""
@@ -213,14 +217,14 @@ class Observer:
         """The workers here seem to hang."""
         about, cause = self.journal.node, suspicion.urgency.value
         self.journal.note(
-            Kind.SUSPICION, suspicion.why, generation=suspicion.generation, about=about, cause=cause
+            EventKind.SUSPICION, suspicion.why, generation=suspicion.generation, about=about, cause=cause
         )
 
     def heard_verdict(self, generation: int, inquiry: HangProbe) -> None:
         """An inquiry has ended with a finding."""
         assert inquiry.finding is not None
         self.journal.note(
-            Kind.VERDICT,
+            EventKind.VERDICT,
             inquiry.why,
             generation=generation,
             rank=inquiry.rank,
@@ -261,7 +265,7 @@ class Observer:
         """The log has its cause: what follows from it is logged without."""
         if failure != self._shown:
             self.journal.note(
-                Kind.FAILURE,
+                EventKind.FAILURE,
                 failure.summary,
                 generation=failure.generation,
                 rank=failure.rank,
@@ -282,14 +286,14 @@ class Observer:
     def noticed(self, text: str, deadline: float | None) -> None:
         """This machine goes away at `deadline`; None: at no known instant. Without a text it stays."""
         self.node.notice = text, deadline
-        self.journal.note(Kind.NOTICE, text or "the notice is withdrawn")
+        self.journal.note(EventKind.NOTICE, text or "the notice is withdrawn")
 
     def leaving(self, asked_by: str) -> None:
         self._leaving = True
         why = f"this node leaves the job: {asked_by}"
-        self.journal.note(Kind.DRAIN, why, about=self.journal.node, cause="leave")
+        self.journal.note(EventKind.DRAIN, why, about=self.journal.node, cause="leave")
 
     def ended_with(self, code: int, reason: str, now: float) -> None:
         """The main loop has ended, and so does this agent."""
         self.training.account(now)
-        self.journal.note(Kind.AGENT_ENDED, reason, counts={"code": code})
+        self.journal.note(EventKind.AGENT_ENDED, reason, counts={"code": code})

@@ -18,12 +18,12 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from ...health.http import JSON, TEXT, Page, Request
+from ...health.http import JSON, TEXT, Page, PageRequest
 from ..common.exits import CannotDo
 from ..output.journal import EVENT, SCHEMA, Journal
 from ..output.masking import masked
 from .job_report import JobReport, as_json, look
-from .sources import Source
+from .sources import JobSource
 from .status import NodeState
 
 PAGE_PATH = "/"
@@ -84,14 +84,14 @@ class Board:
     It is read when it is asked for: while no page is open, it costs nothing. For any thread.
     """
 
-    def __init__(self, journal: Journal, about: dict[str, str], node: NodeState, source: Source) -> None:
+    def __init__(self, journal: Journal, about: dict[str, str], node: NodeState, source: JobSource) -> None:
         """`about`: job, node, incarnation and version of this agent."""
         self._journal = journal
         self._about = about
         self._node = node
         self._source = source
 
-    def events(self, request: Request) -> Page:
+    def events(self, request: PageRequest) -> Page:
         """`/events?since=N`: the events with a number above N, at most `MOST_EVENTS`."""
         since = request.query.get("since", "0")
         if not _NUMBER.fullmatch(since):
@@ -102,7 +102,7 @@ class Board:
         body = ",".join(EVENT.encode(event) for event in found)
         return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
 
-    def overview(self, _: Request) -> Page:
+    def overview(self, _: PageRequest) -> Page:
         """`/overview`: the state of the job, and what this node has of it alone. It may take as long as other nodes
         do."""
         job, problem = self.look()

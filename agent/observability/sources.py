@@ -52,7 +52,7 @@ NodeAnswer: TypeAlias = NodeStatus | Unreachable
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundJob:
     """A job, and the source that knows it."""
 
     asked: str
@@ -61,14 +61,14 @@ class Found:
     """Further problems, in words."""
 
 
-class Source(ABC):
+class JobSource(ABC):
     """May be read again and again."""
 
     silent: tuple[str, ...] = ()
     """Which agents gave no answer at the last look, in words: of which job they are is not known."""
 
     @abstractmethod
-    def jobs(self) -> list[Found]:
+    def jobs(self) -> list[FoundJob]:
         """At least one. Raises CannotDo."""
 
 
@@ -119,7 +119,7 @@ def ask_nodes(job: JobStatus, timeout_s: float, at_once: int = AT_ONCE) -> dict[
     return answers
 
 
-class AgentsSource(Source):
+class AgentsSource(JobSource):
     """Asks the agents that `find` names, anew each time; several of them may belong to one job.
 
     `here`: they were looked for on this machine, and not named by the operator. `job`: only of this one; None: of all.
@@ -141,7 +141,7 @@ class AgentsSource(Source):
         self._job = job
         self._otherwise = otherwise
 
-    def jobs(self) -> list[Found]:
+    def jobs(self) -> list[FoundJob]:
         try:
             return self._of_agents()
         except CannotDo as nothing:
@@ -153,7 +153,7 @@ class AgentsSource(Source):
             except CannotDo as error:
                 raise CannotDo(error.code, f"{nothing}; {error}") from None
 
-    def _of_agents(self) -> list[Found]:
+    def _of_agents(self) -> list[FoundJob]:
         agents = {http: http for http in self._find()}
         answers = ask_all(agents, JOB_PATH, JOB_PAGE, self._timeout_s)
         # The address of a killed agent stays for a moment.
@@ -161,7 +161,7 @@ class AgentsSource(Source):
         if not alive and self._job is None:
             raise self._no_agent(agents)
         found = [
-            self._through_coordinator(Found(f"agent {http}", view))
+            self._through_coordinator(FoundJob(f"agent {http}", view))
             for http, view in alive.items()
             if isinstance(view, JobStatus)
         ]
@@ -179,7 +179,7 @@ class AgentsSource(Source):
         self.silent = tuple(problems)
         return _each_job_once(found)
 
-    def _through_coordinator(self, found: Found) -> Found:
+    def _through_coordinator(self, found: FoundJob) -> FoundJob:
         """Only the coordinator knows all nodes."""
         view = found.job
         http = next((node.http for node in view.nodes if node.node == view.coordinator), None)
@@ -209,9 +209,9 @@ def problem(http: Endpoint, how: Unreachable, waited_s: float) -> str:
     return f"the agent at {http} gives no answer within {waited_s:g} s: it stands still, or cannot be reached"
 
 
-def _each_job_once(found: Iterable[Found]) -> list[Found]:
+def _each_job_once(found: Iterable[FoundJob]) -> list[FoundJob]:
     """Agents of one job give the same answer: the most complete one counts."""
-    chosen: list[Found] = []
+    chosen: list[FoundJob] = []
     covered: set[str] = set()
     for one in sorted(found, key=lambda one: not one.job.complete):
         if one.job.agent is not None and one.job.agent.incarnation in covered:
@@ -226,12 +226,12 @@ def _each_job_once(found: Iterable[Found]) -> list[Found]:
 # --- The store
 
 
-class StoreSource(Source):
+class StoreSource(JobSource):
     def __init__(self, rendezvous: RendezvousConfig, timeout_s: float) -> None:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
 
-    def jobs(self) -> list[Found]:
+    def jobs(self) -> list[FoundJob]:
         try:
             with closing(open_to_look(self._rendezvous, self._timeout_s)) as store:
                 snapshot = store.read((WORLD_KEY, NODES_PREFIX))
@@ -243,7 +243,7 @@ class StoreSource(Source):
             raise CannotDo(ExitCode.NO_ANSWER, str(error)) from error
         return [self._found(snapshot.entries)]
 
-    def _found(self, entries: Iterable[Entry]) -> Found:
+    def _found(self, entries: Iterable[Entry]) -> FoundJob:
         place = ", ".join(map(str, self._rendezvous.endpoints)) or self._rendezvous.folder
         where = f"{self._rendezvous.backend} store {place}"
         try:
@@ -252,7 +252,7 @@ class StoreSource(Source):
             raise CannotDo(ExitCode.MISMATCH, str(error)) from error
 
 
-def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
+def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> FoundJob:
     """The content of the job's keys. Raises RecordInvalid, and CannotDo when there are none."""
     world: World | None = None
     nodes: list[NodeRecord] = []
@@ -272,4 +272,4 @@ def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
             "job is there from its first agent's start on",
         )
     coordinator = nodes[0].node if nodes else None
-    return Found(where, JobStatus(job, world, tuple(nodes), coordinator, complete=True), tuple(notes))
+    return FoundJob(where, JobStatus(job, world, tuple(nodes), coordinator, complete=True), tuple(notes))

@@ -27,7 +27,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
 from ...worker.wire.messages import LoadReport, Report, SaveReport
 from ...worker.wire.shared_progress import Reading
-from ..output.journal import Journal, Kind
+from ..output.journal import EventKind, Journal
 from .status import NodeState
 from .steps import Counted, NodeProgress, Step, StepCount, node_progress
 
@@ -256,7 +256,7 @@ class TrainingAccount:
                 text = f"workers started again after {recovery.duration_s:.3g} s (no steps reported)"
                 log.info("generation %d: %s", self._generation, text)
             self._journal.note(
-                Kind.RECOVERY,
+                EventKind.RECOVERY,
                 text,
                 cause=_RECOVERIES[self._recovers_from],
                 seconds=phases_s,
@@ -282,7 +282,7 @@ class TrainingAccount:
         productive_s = seconds[Activity.PRODUCTIVE.value]
         all_s = sum(self._goodput.seconds.values())
         text = f"{done['steps']} steps, {productive_s:.0f} s of {all_s:.0f} s were productive"
-        self._journal.note(Kind.ACCOUNTING, text, seconds=seconds, counts=done)
+        self._journal.note(EventKind.ACCOUNTING, text, seconds=seconds, counts=done)
 
     def progressed(self, readings: Collection[Reading]) -> None:
         """The shared progress of each worker of this generation as it is now."""
@@ -383,7 +383,7 @@ class TrainingAccount:
             "error": "no checkpoint could be loaded",
         }[report.result]
         self._journal.note(
-            Kind.LOAD,
+            EventKind.LOAD,
             text,
             cause=report.tier if report.result == "ok" else report.result,
             seconds={"duration": report.duration_s},

@@ -49,7 +49,7 @@ MAX_EVENT_CHARS = 16 * 1024
 """The longest line."""
 
 
-class Kind(enum.Enum):
+class EventKind(enum.Enum):
     AGENT_STARTED = "agent_started"
     """One life of this node's agent begins; numbers count from here."""
     WORLD = "world"
@@ -85,7 +85,7 @@ class Kind(enum.Enum):
     """`counts` has the exit `code`."""
 
 
-ROUTINE = frozenset({Kind.LOAD, Kind.ACCOUNTING})
+ROUTINE = frozenset({EventKind.LOAD, EventKind.ACCOUNTING})
 """Kinds that come again and again in a job that goes well."""
 
 
@@ -99,7 +99,7 @@ class JobEvent:
     """The node whose agent writes."""
     generation: Count
     """0 before the first."""
-    kind: Kind
+    kind: EventKind
     rank: Count | None = None
     about: Annotated[str, line(128)] = ""
     """The node that the event is about; empty: none, or the job."""
@@ -211,7 +211,7 @@ class Journal:
 
     def note(
         self,
-        kind: Kind,
+        kind: EventKind,
         text: str,
         *,
         generation: int | None = None,
@@ -226,7 +226,7 @@ class Journal:
         with self._lock:
             self._number += 1
             of = self._generation if generation is None else generation
-            if kind is Kind.WORLD:
+            if kind is EventKind.WORLD:
                 self._generation = of
             event = JobEvent(
                 number=self._number,

@@ -108,7 +108,7 @@ class OutputRoute:
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
+class _WorkerStream:
     """One pipe of one worker. Only the reading thread touches it, `tail` excepted."""
 
     name: str
@@ -149,7 +149,7 @@ class WorkerLogs:
         self._node = node
         self._console = console
         self._count_lost = count_lost
-        self._streams: dict[tuple[int, int], tuple[_Stream, ...]] = {}
+        self._streams: dict[tuple[int, int], tuple[_WorkerStream, ...]] = {}
         self._copies: dict[tuple[int, str], LogFile] = {}
         """By generation and stream: of all workers here."""
         self._io = IoThread("worker-logs")
@@ -231,7 +231,7 @@ class WorkerLogs:
             self.detach_generation(generation)
         self._io.close(timeout_s)
 
-    def _stream(self, generation: int, rank: int, name: str, pipe: int, route: OutputRoute) -> _Stream:
+    def _stream(self, generation: int, rank: int, name: str, pipe: int, route: OutputRoute) -> _WorkerStream:
         file = copies = None
         if route.file:
             file = self._file(generation, f"rank{rank}", f"{name}.log")
@@ -244,7 +244,7 @@ class WorkerLogs:
                 self._copies[key] = copies
         needles = tuple(text.encode(errors="surrogateescape") for text in route.copied)
         prefix = route.prefix.encode(errors="surrogateescape")
-        return _Stream(name, pipe, prefix, route.console, file, needles, copies)
+        return _WorkerStream(name, pipe, prefix, route.console, file, needles, copies)
 
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
         if self._run is None or not self.has_files:
@@ -260,7 +260,7 @@ class WorkerLogs:
 
     # Everything below runs in the reading thread.
 
-    def _read(self, stream: _Stream) -> int:
+    def _read(self, stream: _WorkerStream) -> int:
         """Takes one read's worth and returns how many bytes that was: 0 when there is nothing, or never more."""
         if stream.pipe < 0:
             return 0
@@ -277,7 +277,7 @@ class WorkerLogs:
         self._show(stream, stream.splitter.feed(data))
         return len(data)
 
-    def _drain(self, stream: _Stream) -> None:
+    def _drain(self, stream: _WorkerStream) -> None:
         """Reads what was in the pipe on entry. A pipe holds no more than its size, so this ends in any case."""
         if stream.pipe < 0:
             return
@@ -286,11 +286,11 @@ class WorkerLogs:
             left -= size
         self._show(stream, stream.splitter.flush())
 
-    def _finish(self, stream: _Stream) -> None:
+    def _finish(self, stream: _WorkerStream) -> None:
         self._drain(stream)
         self._close(stream)
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: _WorkerStream) -> None:
         self._show(stream, stream.splitter.flush())
         if stream.pipe >= 0:
             self._io.forget(stream.pipe)
@@ -299,7 +299,7 @@ class WorkerLogs:
             if stream.file is not None:
                 self._files.finish(stream.file)
 
-    def _show(self, stream: _Stream, ended: list[bytes]) -> None:
+    def _show(self, stream: _WorkerStream, ended: list[bytes]) -> None:
         ended = [line for line in ended if not self._misleads(line)]
         stream.tail.extend(line[:_TAIL_LINE_MAX] for line in ended)
         shown, drawn, now = list(ended), stream.splitter.drawn, time.monotonic()

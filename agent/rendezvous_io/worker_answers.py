@@ -55,7 +55,7 @@ PAUSE_S = 0.05
 """Between two questions to a store that gives no answer."""
 
 
-class Receiver(Protocol):
+class MessageReceiver(Protocol):
     """The supervisor: what the main loop does with workers' messages, as their links post them."""
 
     def guard_sent(self, generation: int, local_rank: int, message: FromGuard | None) -> None:
@@ -163,7 +163,7 @@ class WorkerAnswers:
             latest = self._latest()
         return GoOn()
 
-    def step(self, word: StepEnded, receiver: Receiver) -> StepAnswer:
+    def step(self, word: StepEnded, receiver: MessageReceiver) -> StepAnswer:
         if word.status is StepStatus.KEPT:
             self._post(partial(receiver.worker_kept, word.generation, word.local_rank))
             return StepAnswer(Verdict.GO_ON, leaves=False)

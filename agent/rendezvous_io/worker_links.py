@@ -51,7 +51,7 @@ from ...worker.wire.messages import (
     encode,
 )
 from ..common.events import Event, IoThread
-from .worker_answers import Receiver, WorkerAnswers
+from .worker_answers import MessageReceiver, WorkerAnswers
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class WorkerLinks:
         """That reports are dropped."""
         self._locks = _LentLocks()
         self._waiting: deque[tuple[Report | ReplicationReport, float]] = deque()
-        self._receiver: Receiver | None = None
+        self._receiver: MessageReceiver | None = None
         """Since `start`."""
-        self._clients: dict[socket.socket, _Client] = {}
+        self._clients: dict[socket.socket, _WorkerClient] = {}
         """Those that have not asked yet, and those that guard. For the io thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
         """By generation and local rank. For the io thread."""
@@ -104,7 +104,7 @@ class WorkerLinks:
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reports.bind(env.reports)
 
-    def start(self, receiver: Receiver) -> None:
+    def start(self, receiver: MessageReceiver) -> None:
         """`receiver` is told what workers send, in the main loop."""
         self._receiver = receiver
         self._io.watch(self._reports.fileno(), self._read_report)
@@ -146,10 +146,10 @@ class WorkerLinks:
             self._io.later(ACCEPT_PAUSE_S, self._listen)
             return
         self._out_of_descriptors = False
-        client = self._clients[connection] = _Client(connection)
+        client = self._clients[connection] = _WorkerClient(connection)
         self._io.watch(connection.fileno(), partial(self._read, client))
 
-    def _read(self, client: _Client) -> None:
+    def _read(self, client: _WorkerClient) -> None:
         try:
             data = client.connection.recv(MAX_BYTES, socket.MSG_DONTWAIT)
             for message in client.lines.add(data):
@@ -169,7 +169,7 @@ class WorkerLinks:
         if not data:
             self._drop(client)
 
-    def _pass_on(self, client: _Client, message: FromGuard) -> None:
+    def _pass_on(self, client: _WorkerClient, message: FromGuard) -> None:
         if isinstance(message, Guarding):
             if client.guards is not None:
                 raise Invalid("a second Guarding from a worker")
@@ -191,14 +191,14 @@ class WorkerLinks:
             except OSError as error:
                 log.debug("local rank %d does not take %s: %s", guard[1], kind_of(type(message)), error)
 
-    def _forget(self, client: _Client) -> None:
+    def _forget(self, client: _WorkerClient) -> None:
         self._io.forget(client.connection.fileno())
         del self._clients[client.connection]
         if client.guards is not None and self._guards.get(client.guards) is client.connection:
             del self._guards[client.guards]
             self._post_of_guard(client.guards, None)
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _WorkerClient) -> None:
         self._forget(client)
         client.connection.close()
 
@@ -249,7 +249,7 @@ class WorkerLinks:
                 log.warning("a worker does not take its answer to %s: %s", question, error)
 
 
-class _Client:
+class _WorkerClient:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.lines = Lines(FROM_WORKERS)

@@ -52,7 +52,7 @@ from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
 from ..machine.network import unique_node_id, wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store, policy_of
-from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
+from .membership import NEVER_GIVE_UP, Membership, PlaceEnd, Status, WorldPlace
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EtcdV3Handler(RendezvousHandler):
         self._node = config.node_id or unique_node_id()
         self._connect = connect or (lambda: connect_to_store(config.rendezvous))
         self._membership: Membership | None = None
-        self._place: Place | None = None
+        self._place: WorldPlace | None = None
         self._stop_announced = False
         self._left = False
         self._handled_outside = sys.exc_info()[1]
@@ -99,7 +99,7 @@ class EtcdV3Handler(RendezvousHandler):
         membership = self._join()
         status = membership.status
         must_stop = self._stop_announced or status.stop or status.problem
-        status = self._end_place(End.STOPPED if must_stop else End.FAILED)
+        status = self._end_place(PlaceEnd.STOPPED if must_stop else PlaceEnd.FAILED)
         while not status.problem:
             membership.want_place()
             status = membership.wait(lambda now: now.place is not None or now.leave is not None)
@@ -115,7 +115,7 @@ class EtcdV3Handler(RendezvousHandler):
                     len(place.world.members),
                     RendezvousStoreInfo(master.address, master.port),
                 )
-            status = self._end_place(End.STOPPED)
+            status = self._end_place(PlaceEnd.STOPPED)
         raise _refusal(status)
 
     def num_nodes_waiting(self) -> int:
@@ -151,7 +151,7 @@ class EtcdV3Handler(RendezvousHandler):
         try:
             if membership is not None and self._place is not None and not self._left:
                 if error is None:
-                    self._end_place(End.SUCCEEDED)
+                    self._end_place(PlaceEnd.SUCCEEDED)
                     membership.wait(lambda status: not status.finishing)
                 elif isinstance(error, Exception):
                     self.set_closed()
@@ -200,7 +200,7 @@ class EtcdV3Handler(RendezvousHandler):
         membership.start()
         return membership
 
-    def _end_place(self, end: End) -> Status:
+    def _end_place(self, end: PlaceEnd) -> Status:
         membership, place, status = self._membership, self._place, Status()
         if membership is not None and place is not None:
             status = membership.give_back(place, end)
@@ -215,7 +215,7 @@ class EtcdV3Handler(RendezvousHandler):
 
     # ---------------------------------------------------------------- the workers' store
 
-    def _meet(self, membership: Membership, place: Place) -> TorchStore | None:
+    def _meet(self, membership: Membership, place: WorldPlace) -> TorchStore | None:
         """The world's store as soon as all nodes are there; None when the world has ended before."""
         meeting = _Meeting(place, membership.wake)
         meeting.start()
@@ -240,7 +240,7 @@ class _Meeting(Thread):
     """Opens the store of one world and waits there for all its nodes. A thread, because a connection to a machine
     that has just died blocks, torch offers no way to end that, and no signal is handled meanwhile."""
 
-    def __init__(self, place: Place, wake: Callable[[], None]) -> None:
+    def __init__(self, place: WorldPlace, wake: Callable[[], None]) -> None:
         super().__init__(self._meet, "worker-store", wake)
         self.store: TorchStore | None = None
         self.problem = "some are missing"
@@ -263,7 +263,7 @@ class _Meeting(Thread):
             self.problem = str(error)
 
 
-def _open(place: Place) -> TCPStore:
+def _open(place: WorldPlace) -> TCPStore:
     """On the first node also its server, on the socket that was bound before the world was made."""
     master, listener = place.world.master, place.listener
     return TCPStore(

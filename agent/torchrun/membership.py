@@ -68,7 +68,7 @@ CLOSING_TRIES = 20
 """The world changes a few times in a second at most; each try reads it again."""
 
 
-class End(enum.Enum):
+class PlaceEnd(enum.Enum):
     """How the workers of a place ended."""
 
     SUCCEEDED = "succeeded"
@@ -78,7 +78,7 @@ class End(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorldPlace:
     """This node's place in a world. `listener` is bound to the world's master, on the first node only."""
 
     world: World
@@ -94,7 +94,7 @@ class Place:
 class Status:
     """What the other program may know, as of the thread's last turn."""
 
-    place: Place | None = None
+    place: WorldPlace | None = None
     """Taken and not given back yet."""
     stop: str = ""
     """Why the workers of `place` must end; empty while they may go on."""
@@ -153,7 +153,7 @@ class Membership:
         self._changed = threading.Condition()
         self._status = Status()
         self._wanted = False
-        self._place: Place | None = None
+        self._place: WorldPlace | None = None
         self._taken_at = 0.0
         self._finished = 0
         """The generation in which the workers here succeeded."""
@@ -192,7 +192,7 @@ class Membership:
     def want_place(self) -> None:
         self._events.put(self._place_wanted)
 
-    def give_back(self, place: Place, end: End) -> Status:
+    def give_back(self, place: WorldPlace, end: PlaceEnd) -> Status:
         """No worker of this place is left here. Returns when that is known to the thread."""
         self._events.put(partial(self._end, place, end))
         return self.wait(lambda status: status.place is not place)
@@ -296,7 +296,7 @@ class Membership:
     def _take(self, start: Start, now: float) -> None:
         self._participant.workers_started(start.world)
         rank = start.world.members.index(start.member)
-        self._place = Place(start.world, rank, self._port.listener if rank == 0 else None)
+        self._place = WorldPlace(start.world, rank, self._port.listener if rank == 0 else None)
         self._taken_at, self._wanted = now, False
 
     def _is_finishing(self, now: float) -> bool:
@@ -317,15 +317,15 @@ class Membership:
     def _give_up(self, problem: str) -> None:
         self._problem = problem
 
-    def _end(self, place: Place, end: End) -> None:
+    def _end(self, place: WorldPlace, end: PlaceEnd) -> None:
         if place is not self._place:
             return
         participant, generation = self._participant, place.generation
-        if end is End.FAILED:
+        if end is PlaceEnd.FAILED:
             node = participant.identity.node
             summary = f"workers on node {node} failed; torchrun on that node says how"
             participant.workers_failed(Failure(generation, f"workers on node {node}", summary))
-        elif end is End.SUCCEEDED:
+        elif end is PlaceEnd.SUCCEEDED:
             participant.workers_are(Condition.SUCCEEDED, generation)
             self._finished = generation
         self._place = None

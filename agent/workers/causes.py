@@ -40,7 +40,7 @@ from .post_mortem import (
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FailureCause:
     """It matches if any of what it is known by does; without any, only the agent itself finds it. Patterns are compiled
     when they are first needed: the start of an agent does not wait for that."""
 
@@ -81,27 +81,27 @@ def _port_taken(worker: PostMortem) -> bool:
     return bool((worker.exception or worker.returncode > 0) and says_port_taken(worker.words))
 
 
-HANG = Cause(
+HANG = FailureCause(
     hang_report.HANG,
     Action.RESTART,
     "its stacks are in its log and in the evidence: they say where each thread stood. docs/runbook.md, Evidence, says"
     " how to read them",
 )
-NOT_STARTED = Cause("not_started", Action.FREE, "the agent could not start it: its log says why")
-STORE_SERVER = Cause(
+NOT_STARTED = FailureCause("not_started", Action.FREE, "the agent could not start it: its log says why")
+STORE_SERVER = FailureCause(
     "store_server", Action.FREE, "the process that serves the workers' store ended, or its port was taken"
 )
-UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", of_gpu=True)
+UNKNOWN = FailureCause("unknown", Action.RESTART, "read its last lines", of_gpu=True)
 
-CAUSES: tuple[Cause, ...] = (
-    Cause(
+CAUSES: tuple[FailureCause, ...] = (
+    FailureCause(
         "gpu_fault",
         Action.EXCLUDE_NODE,
         "the driver lost a GPU, or its memory could not be corrected: reset the GPU (nvidia-smi -r) or start"
         " the machine anew, and replace it if it comes again",
         also=lambda worker: worker.gpu_failed,
     ),
-    Cause(
+    FailureCause(
         "host_out_of_memory",
         Action.RESTART,
         "no memory was left on this machine or in its cgroup: fewer data loader workers, a smaller batch, or a higher"
@@ -114,7 +114,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         also=_out_of_memory,
     ),
-    Cause(
+    FailureCause(
         # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not
         # among them are ranks whose values differ: that may come from a fault, after which a restart helps.
         "refused",
@@ -124,13 +124,13 @@ CAUSES: tuple[Cause, ...] = (
             r"(worker\.errors\.|(?<!\.))(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining)",
         ),
     ),
-    Cause(
+    FailureCause(
         "port",
         Action.FREE,
         "the port is named with its owner; a port of 0, or the MASTER_PORT that the agent gives, is never taken",
         also=_port_taken,
     ),
-    Cause(
+    FailureCause(
         # Before the errors of a script: libraries and modules tell of it with any exception.
         "gpu_missing",
         Action.RESTART,
@@ -146,14 +146,14 @@ CAUSES: tuple[Cause, ...] = (
         ),
         of_gpu=True,
     ),
-    Cause(
+    FailureCause(
         "import_error",
         Action.STOP,
         "a module is missing, or cannot be imported, in the environment of the workers",
         # A module on a file system that fails may be there after a restart.
         ("ImportError(?!.*(Stale file handle|Input/output error))", "ModuleNotFoundError"),
     ),
-    Cause(
+    FailureCause(
         "script_error",
         Action.STOP,
         "an error in the script's code: an assertion that does not hold, an index or label out of range"
@@ -167,7 +167,7 @@ CAUSES: tuple[Cause, ...] = (
             *("ncclInvalidUsage", "ncclInvalidArgument", "Duplicate GPU detected"),
         ),
     ),
-    Cause(
+    FailureCause(
         "cuda_out_of_memory",
         Action.RESTART,
         "a smaller batch, activation checkpointing or more shards; nvidia-smi shows what else uses the GPU",
@@ -179,7 +179,7 @@ CAUSES: tuple[Cause, ...] = (
             "cudaErrorMemoryAllocation",
         ),
     ),
-    Cause(
+    FailureCause(
         "connection_lost",
         Action.RESTART,
         "another rank or the store of the workers ended or was never there, or the network to it broke: look for what"
@@ -206,7 +206,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         collateral=True,
     ),
-    Cause(
+    FailureCause(
         "cuda_error",
         Action.RESTART,
         "an error of CUDA or its libraries: CUDA_LAUNCH_BLOCKING=1 shows where; if it is always the same node, suspect"
@@ -218,7 +218,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         of_gpu=True,
     ),
-    Cause(
+    FailureCause(
         "nccl",
         Action.RESTART,
         "NCCL failed: NCCL_DEBUG=WARN says why; interface, limits and /dev/shm are the usual ones",
@@ -230,7 +230,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         of_gpu=True,
     ),
-    Cause(
+    FailureCause(
         "disk_full",
         Action.RESTART,
         "make room, or write elsewhere: df and quota say which file system it is. /dev/shm is made larger by"
@@ -238,13 +238,13 @@ CAUSES: tuple[Cause, ...] = (
         (),
         ("No space left on device", "Disk quota exceeded", "(insufficient|out of) shared memory"),
     ),
-    Cause(
+    FailureCause(
         "command",
         Action.STOP,
         "the program or script is not there, or may not be run",
         also=lambda worker: worker.returncode in (126, 127),
     ),
-    Cause(
+    FailureCause(
         "killed",
         Action.RESTART,
         "a user, a batch system or a user-space memory killer (systemd-oomd, earlyoom) sent this signal to this"
@@ -256,8 +256,10 @@ CAUSES: tuple[Cause, ...] = (
         ),
         outside=True,
     ),
-    Cause("exception", Action.RESTART, "see the traceback", also=lambda worker: bool(worker.exception)),
-    Cause(
+    FailureCause(
+        "exception", Action.RESTART, "see the traceback", also=lambda worker: bool(worker.exception)
+    ),
+    FailureCause(
         "signal",
         Action.RESTART,
         "a crash of native code: its name says which, and PYTHONFAULTHANDLER=1 shows the Python stack; if it is always"
@@ -282,11 +284,11 @@ class CauseTable:
             replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
         )
         self._by_name = {cause.name: cause for cause in self._built_in}
-        self._own: list[tuple[str, Cause]] = []
+        self._own: list[tuple[str, FailureCause]] = []
         for user in users:
             if user.contains:
                 hint = "a row of the configuration file has named it"
-                cause = self._by_name.get(user.name) or Cause(user.name, actions[user.name], hint)
+                cause = self._by_name.get(user.name) or FailureCause(user.name, actions[user.name], hint)
                 self._own.append((user.contains, cause))
         self._by_name.update((cause.name, cause) for _, cause in self._own)
 
@@ -294,11 +296,11 @@ class CauseTable:
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    def named(self, name: str) -> Cause:
+    def named(self, name: str) -> FailureCause:
         """The row of this name; UNKNOWN for a name that only another node's table has."""
         return self._by_name.get(name, UNKNOWN)
 
-    def classify(self, worker: PostMortem) -> Cause:
+    def classify(self, worker: PostMortem) -> FailureCause:
         """The first row that matches; UNKNOWN if none does, as for an end with success."""
         own = (cause for text, cause in self._own if any(text in line for line in worker.lines))
         return next(own, None) or next((cause for cause in self._built_in if cause.matches(worker)), UNKNOWN)

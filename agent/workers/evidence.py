@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ...codec import Invalid
-from ...health.hang_report import LABEL, LOOK_S, MAX_GROUPS, InGroup, RankState, Recorded
+from ...health.hang_report import LABEL, LOOK_S, MAX_GROUPS, InGroup, RankReport, Recorded
 from ...threads import Thread
 from ..output.log_files import FLIGHT_RECORDS, run_folder
 from ..output.masking import masked
@@ -55,18 +55,18 @@ CLOSE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Look:
+class Evidence:
     """One that was begun."""
 
     path: Path | None
     """Where its files are, or will be; None: there are none."""
     began_at: float
-    states: tuple[RankState, ...] = ()
+    states: tuple[RankReport, ...] = ()
     """What the workers do; empty until it is over."""
     over: bool = False
     """The workers may be ended."""
 
-    def end(self, states: tuple[RankState, ...] = ()) -> None:
+    def end(self, states: tuple[RankReport, ...] = ()) -> None:
         self.states, self.over = states, True
 
 
@@ -91,7 +91,7 @@ class EvidenceKeeper:
         """Of the newest look that has files: it writes them after that."""
         self._records: FlightRecords | None = None
         self._asking: Thread | None = None
-        self._newest: Look | None = None
+        self._newest: Evidence | None = None
         self._failing = False
 
     def begin(self, job: str, run: str, generation: int) -> None:
@@ -115,12 +115,12 @@ class EvidenceKeeper:
         self,
         why: str,
         targets: Sequence[Target],
-        then: Callable[[Look], None] = lambda look: None,
-    ) -> Look:
+        then: Callable[[Evidence], None] = lambda look: None,
+    ) -> Evidence:
         """Begins one at these workers; `why` is a part of its folder's name. In another thread, `then` is called when
         it is over."""
         writing = self._thread is not None and self._thread.is_alive()
-        look = Look(None if writing else self._next_path(why), self._clock())
+        look = Evidence(None if writing else self._next_path(why), self._clock())
         if self._newest is not None and not self._newest.over:
             look.end()
             then(look)
@@ -148,9 +148,9 @@ class EvidenceKeeper:
 
     def _look(
         self,
-        look: Look,
+        look: Evidence,
         targets: tuple[Target, ...],
-        then: Callable[[Look], None],
+        then: Callable[[Evidence], None],
         generation: int,
         records: FlightRecords | None,
     ) -> None:

@@ -28,9 +28,9 @@ from ...rendezvous.records import Failure, Phase
 from ..common.events import Event
 from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
-from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
+from .causes import SUMMARY_MAX, CauseTable, FailureCause, describe_failure, shown_file
 from .environment import Node, error_file
-from .evidence import Look
+from .evidence import Evidence
 from .generation import Crash, Generation, Processes
 from .hang_detector import LOOK_EVERY_S
 from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, clean, cut, read_error_file
@@ -50,7 +50,7 @@ STILL_FOR_S = 8.0
 
 
 def _wake() -> None:
-    """The main loop turns, and looks at the `Look` itself."""
+    """The main loop turns, and looks at the `Evidence` itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,9 @@ class FailureHandler:
 
     # ---------------------------------------------------------------- looks at what the workers do
 
-    def look(self, generation: Generation, why: str, then: Callable[[Look], None] | None = None) -> Look:
+    def look(
+        self, generation: Generation, why: str, then: Callable[[Evidence], None] | None = None
+    ) -> Evidence:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._clock())
         return self._processes.evidence.look(why, targets, then or (lambda look: self._post(_wake)))
@@ -151,7 +153,7 @@ class FailureHandler:
     def _log_file(self, generation: Generation, local_rank: int) -> Path | None:
         return self._processes.logs.log_file(generation.number, generation.group.ranks[local_rank])
 
-    def fail(self, generation: Generation, cause: Cause, what: str) -> None:
+    def fail(self, generation: Generation, cause: FailureCause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
         action = self._causes.named(cause.name).action
         failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)

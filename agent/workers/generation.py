@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...health.diagnosis import STILL_S
-from ...health.hang_report import HangProbe, HangReport, RankActivity, RankState, Urgency
+from ...health.hang_report import HangProbe, HangReport, RankActivity, RankReport, Urgency
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.records import Failure, World
 from ...rendezvous.text import counted, shortened
@@ -26,7 +26,7 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import WorkerAnswers
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .evidence import EvidenceKeeper, Look
+from .evidence import Evidence, EvidenceKeeper
 from .hang_detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
 from .processes.guard import Guard
 from .processes.proc import process_status
@@ -123,7 +123,7 @@ class Generation:
     """The workers that have failed, as they were examined."""
     told: Failure | None = field(init=False, default=None)
     """The first failure that this node has told the others."""
-    last_look: Look | None = field(init=False, default=None)
+    last_look: Evidence | None = field(init=False, default=None)
     """At what the workers did before they were asked to end."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
@@ -244,7 +244,7 @@ class Generation:
         for state in report.ranks:
             step = newest.get(state.rank)
             if step is not None and (state.step is None or step > state.step):
-                state = RankState(state.rank, RankActivity.WORKS, step, 0.0)
+                state = RankReport(state.rank, RankActivity.WORKS, step, 0.0)
             ranks.append(state)
         return replace(report, ranks=tuple(ranks))
 

@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from ...health.hang_report import LOOK_S, Finding, HangProbe, Urgency
+from ...health.hang_report import LOOK_S, HangFinding, HangProbe, Urgency
 from ...threads import Thread
 from .processes.proc import read, status_field
 
@@ -113,7 +113,7 @@ ALONE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HangLimits:
     """Seconds without any sign of life from which on a suspicion is as urgent as that."""
 
     early_s: float
@@ -134,13 +134,13 @@ class Limits:
         return (Urgency.EARLY, self.early_s), (Urgency.OVERDUE, self.overdue_s), (Urgency.LAST, self.last_s)
 
 
-UNKNOWN = Limits(30.0 - LOOK_EVERY_S - LOOK_S, 300.0, 1800.0)
+UNKNOWN = HangLimits(30.0 - LOOK_EVERY_S - LOOK_S, 300.0, 1800.0)
 """Of workers that report no steps, or too few so far, and of those that save or evaluate. A rank is named within 30 s:
 the last sign of life may be as old as the pause between two looks, and then the workers are looked at. It is ended
 late: it may wait for a service, or load, or compile."""
-STEPS = Limits(5.0, 30.0, 600.0)
+STEPS = HangLimits(5.0, 30.0, 600.0)
 """Of workers that report steps: the least, where steps are short. A look is begun so early that it is over by then."""
-TIMES = Limits(3.0, 5.0, 5.0)
+TIMES = HangLimits(3.0, 5.0, 5.0)
 """Else so many of the usual steps."""
 ENOUGH = 10
 """Steps from which on it is known how long they take."""
@@ -289,15 +289,15 @@ class HangDetector:
         stillest = min(since, key=lambda one: (since[one], one))
         return stillest, max(since[stillest], self.alive_at)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> HangLimits:
         if isinstance(self.timeout, float):
             limit_s = self.timeout if self.steps else max(self.timeout, UNKNOWN.overdue_s)
-            return Limits(limit_s, limit_s, limit_s)
+            return HangLimits(limit_s, limit_s, limit_s)
         usual_s = self.learned.usual_s
         aside = self.saving or self.polled_at > max(self._stepped_at.values(), default=0.0)
         if not self.steps or usual_s is None or aside:
             return UNKNOWN
-        return Limits(
+        return HangLimits(
             max(STEPS.early_s, TIMES.early_s * usual_s) - LOOK_S,
             max(STEPS.overdue_s, TIMES.overdue_s * usual_s),
             max(STEPS.last_s, TIMES.last_s * usual_s),
@@ -319,7 +319,7 @@ def ends_alone(
         return False
     if isinstance(timeout, float) and stall.reports_steps:
         return now >= since + VERDICT_S
-    if inquiry is not None and inquiry.urgency is Urgency.LAST and inquiry.finding is Finding.HEALTHY:
+    if inquiry is not None and inquiry.urgency is Urgency.LAST and inquiry.finding is HangFinding.HEALTHY:
         return False  # a rank elsewhere is at work
     return all_still and now >= since + ALONE_S
 

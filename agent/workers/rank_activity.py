@@ -31,7 +31,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...health.hang_report import MAX_WHERE, InGroup, RankActivity, RankState, Recorded
+from ...health.hang_report import MAX_WHERE, InGroup, RankActivity, RankReport, Recorded
 from ...rendezvous.text import clean
 from ...worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 from .processes.proc import MemoryFile, read, stat_of, status_field
@@ -362,11 +362,11 @@ _LIBRARY = (
 """Whose frames are no places of the script's; torch and this package may be installed from a folder of sources."""
 
 
-def rank_state(facts: WorkerFacts) -> RankState:
+def rank_state(facts: WorkerFacts) -> RankReport:
     """What this worker does."""
     doing, where, collective = _judge(facts)
     one = facts.target
-    return RankState(
+    return RankReport(
         one.rank, doing, one.step, one.still_s, collective[:64], where[:MAX_WHERE], facts.recorded
     )
 
@@ -475,7 +475,7 @@ MOST_CHARS = 256 * 1024
 """Of one worker's."""
 
 
-def one_line(state: RankState) -> str:
+def one_line(state: RankReport) -> str:
     """
     >>> one_line(RankState(3, RankActivity.WAITS, 7, where="train.py:9 in step"))
     'rank 3: waits, train.py:9 in step, step 7'
@@ -490,11 +490,11 @@ def one_line(state: RankState) -> str:
     return ", ".join(filter(None, parts))
 
 
-def report(facts: WorkerFacts, state: RankState, node: str, generation: int) -> str:
+def report(facts: WorkerFacts, state: RankReport, node: str, generation: int) -> str:
     return "\n".join(_lines(facts, state, node, generation))[:MOST_CHARS] + "\n"
 
 
-def _lines(facts: WorkerFacts, state: RankState, node: str, generation: int) -> Iterator[str]:
+def _lines(facts: WorkerFacts, state: RankReport, node: str, generation: int) -> Iterator[str]:
     used = f"main thread: {facts.main_cpu_s:.2f} s in {facts.window_s:.2f} s"
     gpu = ", has a GPU open" if facts.devices else ""
     yield one_line(state)

@@ -34,7 +34,7 @@ from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
 from .causes import NOT_STARTED, STORE_SERVER, CauseTable
 from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
-from .evidence import Look
+from .evidence import Evidence
 from .failure_handler import FailureHandler
 from .generation import Generation, HowToStop, Processes, log_bad_state, master_away
 from .hang_detector import Durations
@@ -190,7 +190,7 @@ class Supervisor:
         generation.hang.asked(self._clock())
         number, inquiry = generation.number, action.inquiry
 
-        def say(look: Look) -> None:
+        def say(look: Evidence) -> None:
             if look.states:
                 self._post(partial(self._looked_at, HangReport(number, inquiry, telling(look.states))))
 

@@ -19,7 +19,7 @@ from ...health.diagnosis import RISING, ends, judge
 from ...health.hang_report import (
     ANSWER_S,
     HANG,
-    Finding,
+    HangFinding,
     HangProbe,
     HangReport,
     HangSuspicion,
@@ -53,7 +53,7 @@ def inquire(world: World, view: View, present: Sequence[NodeRecord], now: float)
 
 def hinders(asking: Publish | Wait, world: World) -> bool:
     """No newcomer may be invited: workers that hang reach no common last step; workers found at work do."""
-    healthy = world.inquiry is not None and world.inquiry.finding is Finding.HEALTHY
+    healthy = world.inquiry is not None and world.inquiry.finding is HangFinding.HEALTHY
     return isinstance(asking, Publish) or not healthy
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ...health.stragglers import Comparison, Watched, compare
+from ...health.stragglers import PaceComparison, Watched, compare
 from ..errors import RecordInvalid, StoreMismatch
 from ..liveness import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
@@ -78,7 +78,7 @@ class MembershipView:
         return seen[1] if seen is not None else None
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> PaceComparison | None:
         """The coordinator's comparison of all ranks, for the generation that trains."""
         return self.world.comparison_of(self.leader_record) if self.world is not None else None
 
@@ -117,7 +117,7 @@ class MembershipView:
             self._watched = compared(self._watched, *self._compared)
 
     @property
-    def own_comparison(self) -> Comparison | None:
+    def own_comparison(self) -> PaceComparison | None:
         """The newest comparison of all ranks by this node; None unless it coordinates."""
         return self._watched.comparison if self.coordinates else None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
-from ...health.stragglers import Comparison, Paces
+from ...health.stragglers import PaceComparison, Paces
 from ..coordinator.candidates import why_refused
 from ..coordinator.view import Decision, Policy, View, Wait
 from ..liveness import LeaseValidity, Suspects, may_still_train, out_of_sight, slow_to_go_on, slow_to_stop
@@ -255,7 +255,7 @@ class NodeSnapshot:
 
     paces: Paces | None = None
     """How fast this node's workers are."""
-    comparison: Comparison | None = None
+    comparison: PaceComparison | None = None
     """The coordinator's comparison of the paces of all nodes, for the present generation."""
 
     def lease_good(self, now: float) -> bool:

@@ -22,11 +22,11 @@ from elastic_agent.health import http as health_http
 from elastic_agent.health.http import (
     NODE_PATH,
     Answers,
+    ClientLimits,
     HealthServer,
-    Limits,
     Page,
+    PageRequest,
     Probe,
-    Request,
     json_page,
 )
 from elastic_agent.health.metrics import CONTENT_TYPE
@@ -50,7 +50,7 @@ class Agent:
     now_s: float = 1000.0
 
     @property
-    def pages(self) -> dict[str, Callable[[Request], Page]]:
+    def pages(self) -> dict[str, Callable[[PageRequest], Page]]:
         return {NODE_PATH: json_page(lambda: self.introduction)}
 
 
@@ -144,7 +144,7 @@ def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(
         return b"up %d\n" % len(rendered)
 
     answers = Answers(page, lambda: agent.live, lambda: agent.ready)
-    with served(agent, answers, Limits()) as server:
+    with served(agent, answers, ClientLimits()) as server:
         for moment, expected in ((7.0, b"up 1\n"), (7.4, b"up 1\n"), (7.6, b"up 2\n"), (8.0, b"up 2\n")):
             agent.now_s = moment
             assert [get(server, "/metrics")[2] for _ in range(3)] == [expected] * 3
@@ -324,7 +324,7 @@ def test_silent_and_slow_clients_delay_no_other(server: HealthServer, agent: Age
 def test_a_client_that_does_not_read_its_answer_in_time_is_closed(agent: Agent) -> None:
     agent.page = lambda: HUGE
     answers = Answers(lambda: agent.page(), lambda: agent.live, lambda: agent.ready)
-    with served(agent, answers, Limits(silence_s=0.1)) as server, connect(server) as not_reading:
+    with served(agent, answers, ClientLimits(silence_s=0.1)) as server, connect(server) as not_reading:
         not_reading.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         assert not_reading.recv(1) == b"H"
         wait_until(lambda: not server._clients, "it has lost its place")
@@ -336,7 +336,7 @@ def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic
     server = HealthServer(
         listening_socket(),
         Answers(lambda: b"", lambda: probe, lambda: probe),
-        limits=Limits(silence_s=0.05),
+        limits=ClientLimits(silence_s=0.05),
     )
     server.start()
     try:
@@ -437,7 +437,7 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
     server = HealthServer(
         listening_socket(),
         Answers(hang, lambda: probe, lambda: probe),
-        limits=Limits(silence_s=0.05),
+        limits=ClientLimits(silence_s=0.05),
     )
     server.start()
     with connect(server) as client:
@@ -498,9 +498,9 @@ class Disk:
     """What a slow page waits for."""
 
     answers: threading.Event = field(default_factory=threading.Event)
-    asked: list[Request] = field(default_factory=list)
+    asked: list[PageRequest] = field(default_factory=list)
 
-    def page(self, request: Request) -> Page:
+    def page(self, request: PageRequest) -> Page:
         self.asked.append(request)
         assert self.answers.wait(PATIENCE_S)
         return Page(HTTPStatus.OK, "text/plain", f"{request.token} {sorted(request.query.items())}".encode())
@@ -522,7 +522,7 @@ def slow(agent: Agent, disk: Disk) -> Iterator[HealthServer]:
             agent.pages,
             slow={"/logs": disk.page},
         ),
-        Limits(at_once=2),
+        ClientLimits(at_once=2),
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -543,7 +543,7 @@ def test_a_slow_page_holds_no_other_up(slow: HealthServer, disk: Disk) -> None:
         assert_answers(slow)
         disk.answers.set()
         assert read_all(client).endswith(b"\r\n\r\ns3 [('job', 'a'), ('rank', '1')]")
-    assert disk.asked == [Request({"job": "a", "rank": "1"}, "s3")]
+    assert disk.asked == [PageRequest({"job": "a", "rank": "1"}, "s3")]
 
 
 def test_probes_are_answered_while_no_thread_starts_as_long_as_one_stands_by(
@@ -585,7 +585,7 @@ def test_a_slow_page_takes_few_threads(slow: HealthServer, disk: Disk) -> None:
 def test_who_waits_for_one_slow_page_takes_no_place_of_another(agent: Agent, disk: Disk) -> None:
     slow = {"/logs": disk.page, "/all": lambda _: Page(HTTPStatus.OK, "text/plain", b"all")}
     answers = Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, slow=slow)
-    with served(agent, answers, Limits(at_once=1)) as server, ask_slow(server):
+    with served(agent, answers, ClientLimits(at_once=1)) as server, ask_slow(server):
         wait_until(lambda: len(disk.asked) == 1, "it is asked")
         assert [get(server, path)[0] for path in ("/logs", "/all")] == [503, 200]
         disk.answers.set()
@@ -594,17 +594,17 @@ def test_who_waits_for_one_slow_page_takes_no_place_of_another(agent: Agent, dis
 def test_who_asks_for_a_page_while_it_is_made_gets_the_one_before(agent: Agent, disk: Disk) -> None:
     page = health_http.rested(disk.page, lambda: agent.now_s)
     disk.answers.set()
-    before = page(Request({}, "before"))
+    before = page(PageRequest({}, "before"))
     disk.answers.clear()
-    making = threading.Thread(target=page, args=(Request({}, "after"),))
+    making = threading.Thread(target=page, args=(PageRequest({}, "after"),))
     making.start()
     wait_until(lambda: len(disk.asked) == 2, "it is made anew")
     try:
-        assert page(Request({})) is before
+        assert page(PageRequest({})) is before
     finally:
         disk.answers.set()
         making.join()
-    assert page(Request({})) is not before
+    assert page(PageRequest({})) is not before
 
 
 def test_a_slow_page_whose_reader_has_gone_is_made_for_no_one(slow: HealthServer, disk: Disk) -> None:
@@ -626,14 +626,14 @@ def test_a_slow_page_that_fails_is_an_error_of_its_own(
 
 
 def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> None:
-    def page(request: Request) -> Page:
+    def page(request: PageRequest) -> Page:
         return Page(HTTPStatus.OK, "text/html", repr(request).encode(), (("X-Kind", "a"),))
 
     with served(agent, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, {"/": page})) as server:
         status, headers, body = get(server, "/?since=5")
         assert (status, headers["X-Kind"]) == (200, "a")
-        assert body == repr(Request({"since": "5"})).encode()
-        assert get(server, "/", "HEAD")[1] == {**headers, "Content-Length": str(len(repr(Request({}))))}
+        assert body == repr(PageRequest({"since": "5"})).encode()
+        assert get(server, "/", "HEAD")[1] == {**headers, "Content-Length": str(len(repr(PageRequest({}))))}
         assert get(server, "/nothing")[2] == b"404 Not Found: try /metrics, /healthz, /readyz, /\n"
 
 
@@ -641,9 +641,9 @@ def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> 
 def served(
     agent: Agent,
     answers: Answers,
-    limits: Limits | None = None,
+    limits: ClientLimits | None = None,
 ) -> Iterator[HealthServer]:
-    server = HealthServer(listening_socket(), answers, limits or Limits(), clock=lambda: agent.now_s)
+    server = HealthServer(listening_socket(), answers, limits or ClientLimits(), clock=lambda: agent.now_s)
     server.start()
     try:
         yield server

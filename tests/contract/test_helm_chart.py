@@ -20,7 +20,7 @@ from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.parse import Source
+from elastic_agent.agent.configuration.parse import OptionSource
 from elastic_agent.agent.configuration.stopping import whole_stop_s
 from elastic_agent.agent.main.run import HOST_LINGERS_S
 from tests.names import ONLY_OF_COMMANDS
@@ -255,7 +255,7 @@ def test_the_charts_own_etcd_forgets_old_revisions() -> None:
 
 def test_the_chart_knows_the_options_of_the_agent() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    names = {name for option in OPTIONS if Source.FILE in option.sources for name in option.names}
+    names = {name for option in OPTIONS if OptionSource.FILE in option.sources for name in option.names}
     known = {*names, *(name.replace("-", "_") for name in names)}
     assert schema["properties"]["config"]["propertyNames"]["enum"] == sorted(known)
 

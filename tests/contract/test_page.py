@@ -21,7 +21,7 @@ from elastic_agent.agent.observability.page import (
 from elastic_agent.agent.observability.sources import AgentsSource
 from elastic_agent.agent.observability.status import Checkpoint, NodeState
 from elastic_agent.agent.observability.steps import StepRate
-from elastic_agent.agent.output.journal import EVENTS_PATH, Journal, Kind
+from elastic_agent.agent.output.journal import EVENTS_PATH, EventKind, Journal
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
@@ -122,9 +122,9 @@ def shown(browser: Browser, selector: str) -> str:
 
 def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -> None:
     agent.job = job_of(3, checkpoint=Checkpoint(12, 3.0), memory=Checkpoint(17, 0.5), step=17)
-    agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
-    agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
-    agent.journal.note(Kind.RECOVERY, "training resumed after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
+    agent.journal.note(EventKind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
+    agent.journal.note(EventKind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
+    agent.journal.note(EventKind.RECOVERY, "training resumed after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
     agent.node.failure = Failure(
         *(2, "print", "ValueError: lr < 0", "exception"),
         node="n1",
@@ -154,12 +154,12 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
         assert words in text, words
     assert browser.value("document.querySelectorAll('#chart path.edge').length") == 1
     assert browser.value("document.querySelector('#chart path.again').getAttribute('d').length") > 10
-    agent.journal.note(Kind.STRAGGLER, "rank 9 on node n1 is slow", generation=3, rank=9, about="n1")
+    agent.journal.note(EventKind.STRAGGLER, "rank 9 on node n1 is slow", generation=3, rank=9, about="n1")
     browser.wait_for("document.querySelector('#stragglers').innerText.includes('n1')")
     assert "rank 9 on node n1 is slow" in shown(browser, "#stragglers")
     browser.wait_for("document.querySelector('#nodes').innerText.includes('slow')")
     recovered = "rank 9 on node n1 is as fast as the others again"
-    agent.journal.note(Kind.STRAGGLER, recovered, generation=3, rank=9, about="n1", cause="recovered")
+    agent.journal.note(EventKind.STRAGGLER, recovered, generation=3, rank=9, about="n1", cause="recovered")
     browser.wait_for("!document.querySelector('#nodes').innerText.includes('slow')")
     assert browser.problems == []
 
@@ -169,9 +169,9 @@ def test_an_exclusion_is_shown_as_long_as_it_lasts_however_many_events_follow_it
 ) -> None:
     whole = agent.job
     assert whole is not None
-    agent.journal.note(Kind.EXCLUSION, "node n7 is left out", about="n7", cause="operator")
+    agent.journal.note(EventKind.EXCLUSION, "node n7 is left out", about="n7", cause="operator")
     for number in range(2 * MOST_EVENTS):
-        agent.journal.note(Kind.DRAIN, f"change {number}")
+        agent.journal.note(EventKind.DRAIN, f"change {number}")
     agent.job = replace(whole, notes=("node n7 is excluded by an operator: a <b>fan</b> is loud",))
     browser.open(agent.url)
     excluded = "document.querySelector('#notes').innerText"
@@ -204,7 +204,7 @@ def test_texts_of_others_stay_text(agent: Agent, browser: Browser) -> None:
         log_tail=(HOSTILE,),
         log_file=HOSTILE,
     )
-    for kind in Kind:
+    for kind in EventKind:
         agent.journal.note(
             kind, HOSTILE, cause=HOSTILE, about=HOSTILE, seconds={HOSTILE: 1.0}, counts={HOSTILE: 1}
         )
@@ -276,7 +276,7 @@ def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, 
 
 
 def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Agent, browser: Browser) -> None:
-    agent.journal.note(Kind.LOAD, "saved by the first")
+    agent.journal.note(EventKind.LOAD, "saved by the first")
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     agent.end()
@@ -284,7 +284,7 @@ def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Age
     assert browser.value("document.getElementById('all').classList.contains('stale')")
     assert "running" in shown(browser, "#state"), "the last that is known stays"
     agent.journal = Journal("n0", time.time)
-    agent.journal.note(Kind.LOAD, "saved by the next")
+    agent.journal.note(EventKind.LOAD, "saved by the next")
     agent.serve()
     browser.wait_for("document.getElementById('link').innerText === 'live'")
     browser.wait_for("document.getElementById('events').innerText.includes('saved by the next')")
@@ -302,8 +302,8 @@ def test_an_agent_that_has_ended_is_no_lost_connection(
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     if result:
-        agent.journal.note(Kind.JOB_ENDED, "it is over", cause=result)
-    agent.journal.note(Kind.AGENT_ENDED, "every worker ended with success", counts={"code": 0})
+        agent.journal.note(EventKind.JOB_ENDED, "it is over", cause=result)
+    agent.journal.note(EventKind.AGENT_ENDED, "every worker ended with success", counts={"code": 0})
     browser.wait_for("document.getElementById('events').innerText.includes('every worker')")
     agent.end()
     browser.wait_for("document.getElementById('banner').innerText.includes('has ended')")
@@ -317,7 +317,7 @@ def test_nothing_is_wider_than_a_phone(agent: Agent, browser: Browser, width: in
     agent.job = job_of(30, checkpoint=Checkpoint(123_456, 3.0), step=123_456)
     long = "x" * 300
     agent.node.failure = Failure(2, "print", long)
-    agent.journal.note(Kind.WORLD, long, generation=1, cause="exception")
+    agent.journal.note(EventKind.WORLD, long, generation=1, cause="exception")
     browser.look(width, 800, phone=True)
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")

@@ -19,7 +19,7 @@ from elastic_agent.agent.observability import sources as status_sources
 from elastic_agent.agent.observability.sources import (
     AT_ONCE,
     AgentsSource,
-    Found,
+    FoundJob,
     StoreSource,
     Unreachable,
     ask_nodes,
@@ -225,7 +225,7 @@ def test_every_job_is_listed_once(node: Callable[..., Node]) -> None:
 
 def test_an_agent_that_has_not_found_its_store_yet_is_shown_alone(node: Callable[..., Node]) -> None:
     a = node("a", JobStatus("digits", None, (), None, complete=False))
-    assert source_at(a.http, here=True).jobs() == [Found(f"agent {a.http}", a.told)]
+    assert source_at(a.http, here=True).jobs() == [FoundJob(f"agent {a.http}", a.told)]
 
 
 def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(

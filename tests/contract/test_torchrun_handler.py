@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_agent.agent.torchrun import handler
 from elastic_agent.agent.torchrun.creator import create_handler, creator
 from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler, read_parameters
-from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S, Place
+from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S, WorldPlace
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -284,7 +284,7 @@ def test_a_connection_to_a_machine_that_has_just_died_holds_up_nobody(
     first, other = new_node("1:2", last_call_timeout=20), new_node("1:2", last_call_timeout=20)
     opens, given_up = handler._open, threading.Event()
 
-    def open_or_hang(place: Place) -> TCPStore:
+    def open_or_hang(place: WorldPlace) -> TCPStore:
         if place.listener is None:
             given_up.wait()
         return opens(place)

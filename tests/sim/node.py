@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
 from elastic_agent.agent.workers.hang_detector import Durations, HangDetector
-from elastic_agent.health.hang_report import HangReport, HangSuspicion, RankActivity, RankState, Urgency
+from elastic_agent.health.hang_report import HangReport, HangSuspicion, RankActivity, RankReport, Urgency
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness import LEASE_MARGIN, Peer, ProbeFailure, ProbeResult
 from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
@@ -572,7 +572,7 @@ class SimNode:
         self.looked_for = asked
 
         def say() -> None:
-            does = RankState(
+            does = RankReport(
                 2 * worker.place,
                 worker.doing,
                 max(worker.step, 0),

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_agent.agent.workers.rank_activity import StackFile, Target, WorkerFacts, look_at, rank_state
 from elastic_agent.health.diagnosis import diagnose
-from elastic_agent.health.hang_report import Finding, RankActivity, RankState
+from elastic_agent.health.hang_report import HangFinding, RankActivity, RankReport
 from elastic_agent.health.hang_report import HangReport as Answer
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 
@@ -64,7 +64,7 @@ class Hang:
         return [Target(rank, 0, self.pids[rank], self.stacks[rank]) for rank in range(RANKS)]
 
     @property
-    def states(self) -> list[RankState]:
+    def states(self) -> list[RankReport]:
         return [rank_state(facts) for facts in self.seen]
 
     @property
@@ -179,7 +179,7 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
     found = diagnose([Answer(1, 1, (state,)) for state in hang.states], WORLD.node_of_ranks)
     assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
     works = KINDS[kind] is RankActivity.WORKS  # as far as can be seen
-    assert found.finding in ((Finding.HEALTHY,) if works else (Finding.LIKELY, Finding.CERTAIN))
+    assert found.finding in ((HangFinding.HEALTHY,) if works else (HangFinding.LIKELY, HangFinding.CERTAIN))
     assert hang.states[CULPRIT].doing is KINDS[kind], _shown(hang.seen[CULPRIT])
 
 
@@ -193,7 +193,7 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
     states = [rank_state(facts) for facts in seen]
     found = diagnose([Answer(1, 1, (state,)) for state in states], WORLD.node_of_ranks)
     assert (found.finding, found.rank, states[CULPRIT].doing) == (
-        Finding.LIKELY,
+        HangFinding.LIKELY,
         CULPRIT,
         RankActivity.WAITS,
     ), seen
@@ -203,7 +203,7 @@ def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
     targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
     seen = _look(targets)
     found = diagnose([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD.node_of_ranks)
-    assert (found.finding, found.rank) == (Finding.UNCLEAR, None), seen
+    assert (found.finding, found.rank) == (HangFinding.UNCLEAR, None), seen
 
 
 def _shown(facts: WorkerFacts) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.output.journal import Kind, journals, read_events, read_file
+from elastic_agent.agent.output.journal import EventKind, journals, read_events, read_file
 from tests.browser import LACKING, browsing, find_chromium
 
 from .harness import RECORDER, Agent, Job
@@ -83,14 +83,14 @@ def test_what_is_served_is_in_the_file(job: Job) -> None:
     events = list(read_file(file))
     assert [event.kind.value for event in events[: len(served)]] == served
     assert [event.number for event in events] == list(range(1, len(events) + 1))
-    assert events[-1].kind is Kind.AGENT_ENDED
+    assert events[-1].kind is EventKind.AGENT_ENDED
     assert events[-1].counts == {"code": agent.process.returncode}
     command = (sys.executable, "-m", "elastic_agent", "events", str(folder), "--json")
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert list(read_events(shown.splitlines())) == events
-    [failure] = [event for event in events if event.kind is Kind.FAILURE]
+    [failure] = [event for event in events if event.kind is EventKind.FAILURE]
     assert (failure.rank, failure.about, failure.generation) == (0, "a", 1)
-    worlds = [event for event in events if event.kind is Kind.WORLD]
+    worlds = [event for event in events if event.kind is EventKind.WORLD]
     assert [event.generation for event in worlds] == [1, 2]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.commands.runs import find_run, journals_in
-from elastic_agent.agent.output.journal import Kind
+from elastic_agent.agent.output.journal import EventKind
 
 from .harness import RECORDER, Job
 from .recorder import SAVE_EVERY
@@ -55,7 +55,7 @@ def test_a_run_with_a_killed_worker_is_reported_as_it_was(job: Job) -> None:
     assert (report["nodes"], report["generations"]) == (2, 2)
     assert report["troubles"] == [{"cause": "killed", "node": node, "times": 1}]
     found = chain.from_iterable(journals_in(find_run("", job.folder)))
-    recoveries = [event for event in found if event.kind is Kind.RECOVERY]
+    recoveries = [event for event in found if event.kind is EventKind.RECOVERY]
     assert {recovery.generation for recovery in recoveries} == {2}
     slowest = max(recoveries, key=lambda one: sum(one.seconds.values()))
     assert {"start", "init"} <= set(slowest.seconds)

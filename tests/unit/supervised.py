@@ -25,7 +25,7 @@ from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
-from elastic_agent.agent.workers.evidence import EvidenceKeeper, Look
+from elastic_agent.agent.workers.evidence import Evidence, EvidenceKeeper
 from elastic_agent.agent.workers.generation import Processes
 from elastic_agent.agent.workers.hang_detector import ActivityReader
 from elastic_agent.agent.workers.processes import workers
@@ -88,8 +88,8 @@ class FakeEvidence(Ignored):
         self.clock = clock
         self.at_once = True
         self.kept_in = ""
-        self.looks: list[tuple[str, Look]] = []
-        self._then: list[Callable[[Look], None]] = []
+        self.looks: list[tuple[str, Evidence]] = []
+        self._then: list[Callable[[Evidence], None]] = []
 
     def where(self) -> str:
         return self.kept_in if self.looks else ""
@@ -98,9 +98,9 @@ class FakeEvidence(Ignored):
         self,
         why: str,
         targets: Sequence[Target],
-        then: Callable[[Look], None],
-    ) -> Look:
-        look = Look(None, self.clock())
+        then: Callable[[Evidence], None],
+    ) -> Evidence:
+        look = Evidence(None, self.clock())
         self.looks.append((why, look))
         self._then.append(then)
         if self.at_once:

@@ -10,6 +10,7 @@ import ast
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,6 +306,20 @@ def test_a_circle_is_found_with_its_lines() -> None:
         "    worker/two.py:1 (at import): from . import three\n"
         "    worker/three.py:2 (inside a function): from .one import a"
     ]
+
+
+TWICE = {
+    *("BadState", "Decision", "ElasticCallback", "End", "Entry", "Link", "Outcome", "Peer", "Read"),
+    *("Refusal", "Refused", "Row", "Seen", "Session", "Stage", "Standby", "Superseded", "Task", "Verdict"),
+    *("_Answers", "_Progress", "_Template"),
+}
+"""Names of classes that are there more than once. None comes in, and one that is there once leaves."""
+
+
+def test_no_other_name_of_a_class_is_there_twice() -> None:
+    trees = [ast.parse(text) for text in product().values()]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= TWICE
 
 
 def test_the_table_of_rooms_has_every_folder() -> None:

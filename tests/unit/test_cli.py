@@ -15,12 +15,12 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import OPTIONS, Command, Config
-from elastic_agent.agent.configuration.parse import NodeCounts, Source
+from elastic_agent.agent.configuration.parse import NodeCounts, OptionSource
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network import Network
-from elastic_agent.agent.main.assembly import Prepared
+from elastic_agent.agent.main.assembly import PreparedProcess
 from elastic_agent.cli import COMMANDS, bash_completion, help_text, main
 
 NETWORK = Network("lo", "127.0.0.1", "no other node can join")
@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     monkeypatch.delenv("LOGLEVEL", raising=False)
     calls: list[Config] = []
 
-    def run(config: Config, machine: Machine, prepared: Prepared | None, in_force: object) -> int:
+    def run(config: Config, machine: Machine, prepared: PreparedProcess | None, in_force: object) -> int:
         assert machine is MACHINE
         assert prepared is None
         calls.append(config)
@@ -73,7 +73,7 @@ def test_help_names_every_exit_code_and_every_option_with_its_default(started: l
     text = help_text()
     assert all(f"{int(code):>5}  {code.meaning}" in text for code in ExitCode)
     for option in OPTIONS:
-        if Source.CLI in option.sources:
+        if OptionSource.CLI in option.sources:
             assert f"--{option.name}" in text
             assert (
                 option.flag or not option.default or f"(default: {option.default})" in " ".join(text.split())

@@ -27,7 +27,7 @@ from elastic_agent.agent.configuration.load import (
     REMOVED,
     read_argv,
 )
-from elastic_agent.agent.configuration.parse import NodeCounts, NoticeSource, Option, Source, Streams
+from elastic_agent.agent.configuration.parse import NodeCounts, NoticeSource, Option, OptionSource, Streams
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.rendezvous.records import Endpoint
@@ -180,7 +180,7 @@ def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
 
 def test_the_tables_of_this_test_know_every_option() -> None:
     elsewhere = {option.name for option in ETCD_OPTIONS}  # test_config_etcd
-    settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
+    settable = {option.name for option in OPTIONS if OptionSource.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
     assert set(LANDINGS) == settable - {
         *("script", "module", "no-python", "args"),
@@ -685,11 +685,15 @@ def test_the_origin_of_every_printed_setting_is_named(script: str) -> None:
 
 
 def option_row(option: Option[object]) -> str:
-    flags = [] if Source.CLI not in option.sources else [f"--{name}" for name in option.names]
+    flags = [] if OptionSource.CLI not in option.sources else [f"--{name}" for name in option.names]
     names = ", ".join(f"`{name}`" for name in [*filter(None, [option.short]), *flags] or [option.name])
-    places = [("file", Source.FILE), ("environment", Source.ENV), ("command line", Source.CLI)]
+    places = [
+        ("file", OptionSource.FILE),
+        ("environment", OptionSource.ENV),
+        ("command line", OptionSource.CLI),
+    ]
     where = ", ".join(word for word, place in places if place in option.sources)
-    where = "all" if option.sources == Source.ALL else where
+    where = "all" if option.sources == OptionSource.ALL else where
     default = f"`{option.default}`" if option.default else ""
     return f"| {names} | {option.parser.expects} | {default} | {where} | {option.help} |"
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.health.http import Answers, HealthServer, Probe, Request
+from elastic_agent.health.http import Answers, HealthServer, PageRequest, Probe
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
@@ -70,7 +70,7 @@ def put_agent(store: MemoryStore, http: Endpoint | None) -> None:
 
 
 def samples(pages: DaemonPages) -> dict[str, list[dict[str, str]]]:
-    body = pages.all_metrics(Request({}, "")).body
+    body = pages.all_metrics(PageRequest({}, "")).body
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:

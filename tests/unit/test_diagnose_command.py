@@ -13,7 +13,7 @@ from elastic_agent.agent.commands import runs
 from elastic_agent.agent.commands.runs import diagnose as main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.main.assembly import about_node
-from elastic_agent.agent.output.journal import Journal, Kind
+from elastic_agent.agent.output.journal import EventKind, Journal
 from elastic_agent.agent.output.log_files import MARK, LogFiles
 
 CANARY = "c4n4ry-Value9"
@@ -79,7 +79,7 @@ def test_journal_and_settings_have_no_secret_of_the_agents(tmp_path: Path) -> No
     files.start()
     journal = Journal("a", time.time, files, secrets=secrets, beside=beside)
     journal.begin(logs / "digits-3f2a")
-    journal.note(Kind.FAILURE, f"exit code 1: ValueError: {CANARY}")
+    journal.note(EventKind.FAILURE, f"exit code 1: ValueError: {CANARY}")
     files.close()
     found = bundled(logs / "digits-3f2a", tmp_path)
     assert {"events-a.jsonl", "configuration-a.toml"} < set(found)

@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.commands import command
 from elastic_agent.agent.commands.runs import events
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.output.journal import EVENT, Kind
+from elastic_agent.agent.output.journal import EVENT, EventKind
 from elastic_agent.agent.output.log_files import MARK
 
 from .test_run_report import Journal
@@ -24,10 +24,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "digits-5fa46501"
     run.mkdir()
     a, b = Journal("a", 1.0), Journal("b")
-    a.note(Kind.WORLD, 1, cause="start")
-    a.note(Kind.FAILURE, rank=3, about="b", cause="exception")
-    a.note(Kind.ACCOUNTING)
-    b.note(Kind.AGENT_STARTED, 1)
+    a.note(EventKind.WORLD, 1, cause="start")
+    a.note(EventKind.FAILURE, rank=3, about="b", cause="exception")
+    a.note(EventKind.ACCOUNTING)
+    b.note(EventKind.AGENT_STARTED, 1)
     for journal in (a, b):
         lines = [EVENT.encode(event) for event in journal]
         (run / f"events-{journal[0].node}.jsonl").write_text("\n".join([*lines, '{"schema":1,"num']))

@@ -17,7 +17,7 @@ import pytest
 
 from elastic_agent.agent.workers import evidence as module
 from elastic_agent.agent.workers import rank_activity as facts
-from elastic_agent.agent.workers.evidence import MOST_LOOKS, EvidenceKeeper, FlightRecords, Look
+from elastic_agent.agent.workers.evidence import MOST_LOOKS, Evidence, EvidenceKeeper, FlightRecords
 from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.agent.workers.rank_activity import StackFile, Target, WorkerFacts
 from elastic_agent.health.hang_report import InGroup, RankActivity, Recorded
@@ -60,7 +60,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 20.0)
 
 
-def over(look: Look) -> Look:
+def over(look: Evidence) -> Evidence:
     deadline = time.monotonic() + 30
     while not look.over:
         assert time.monotonic() < deadline
@@ -68,7 +68,7 @@ def over(look: Look) -> Look:
     return look
 
 
-def kept(keeper: EvidenceKeeper, target: Target) -> Look:
+def kept(keeper: EvidenceKeeper, target: Target) -> Evidence:
     look = over(keeper.look("hang", [target]))
     assert keeper._thread is not None
     keeper._thread.join(30)

@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import OPTIONS
-from elastic_agent.agent.configuration.parse import Source
+from elastic_agent.agent.configuration.parse import OptionSource
 from elastic_agent.cli import bash_completion
 
 
@@ -30,7 +30,7 @@ def test_a_deployments_files_are_written_out(kind: str, tmp_path: Path) -> None:
 def test_the_completion_knows_every_option_and_command(tmp_path: Path) -> None:
     (tmp_path / "elastic-agent.bash").write_text(bash_completion())
     for option in OPTIONS:
-        if Source.CLI in option.sources:
+        if OptionSource.CLI in option.sources:
             assert f"--{option.name}" in bash_completion()
     asked = "source $0; COMP_WORDS=(elastic-agent {}); COMP_CWORD=1; _elastic_agent; echo ${{COMPREPLY[@]}}"
     for word, answer in (("--min", "--min-nodes"), ("dra", "drain"), ("--rdzv-e", "--rdzv-endpoint")):

@@ -18,7 +18,7 @@ from elastic_agent.agent.workers.hang_detector import (
     Stall,
     ends_alone,
 )
-from elastic_agent.health.hang_report import Finding, HangProbe, Urgency
+from elastic_agent.health.hang_report import HangFinding, HangProbe, Urgency
 
 EARLY, OVERDUE, LAST = Urgency
 
@@ -260,7 +260,7 @@ def stall(urgency: Urgency, *, steps: bool = True) -> Stall:
     return Stall(urgency, 0, steps, "")
 
 
-HEALTHY = HangProbe(3, LAST, Finding.HEALTHY)
+HEALTHY = HangProbe(3, LAST, HangFinding.HEALTHY)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ HEALTHY = HangProbe(3, LAST, Finding.HEALTHY)
         (stall(LAST), "auto", HangProbe(4, LAST), ALONE_S, True, True),  # the coordinator cannot write it
         (stall(LAST, steps=False), 10.0, HangProbe(4, LAST), VERDICT_S, True, False),
         (stall(LAST, steps=False), 10.0, HangProbe(4, LAST), ALONE_S, True, True),
-        (stall(LAST), "auto", HangProbe(3, LAST, Finding.UNCLEAR), ALONE_S, True, True),
-        (stall(LAST), "auto", HangProbe(3, EARLY, Finding.HEALTHY), ALONE_S, True, True),  # long ago
+        (stall(LAST), "auto", HangProbe(3, LAST, HangFinding.UNCLEAR), ALONE_S, True, True),
+        (stall(LAST), "auto", HangProbe(3, EARLY, HangFinding.HEALTHY), ALONE_S, True, True),  # long ago
         (stall(LAST, steps=False), 10.0, HEALTHY, 1e6, True, False),
         (stall(LAST, steps=False), 10.0, None, ALONE_S, True, True),
     ],

@@ -13,12 +13,12 @@ from elastic_agent.health.hang_report import (
     MAX_GROUPS,
     MAX_RANKS,
     Diagnosis,
-    Finding,
+    HangFinding,
     HangProbe,
     HangSuspicion,
     InGroup,
     RankActivity,
-    RankState,
+    RankReport,
     Recorded,
     Urgency,
     telling,
@@ -70,7 +70,7 @@ def still(node: NodeRecord, urgency: Urgency, generation: int = 4) -> NodeRecord
 
 
 def says(node: NodeRecord, rank: int, doing: RankActivity, inquiry: int = 1) -> NodeRecord:
-    return replace(node, hang_report=Said(4, inquiry, (RankState(rank, doing, 7, 60.0),)))
+    return replace(node, hang_report=Said(4, inquiry, (RankReport(rank, doing, 7, 60.0),)))
 
 
 def decided(seen: World, *nodes: NodeRecord, since: float = NOW) -> Decision:
@@ -102,7 +102,7 @@ def test_answers_are_waited_for_but_not_for_ever() -> None:
     late = published(decided(open_one, says(A, 0, ASLEEP), B, since=NOW - ANSWER_S))
     assert late.phase is Phase.RUNNING
     assert late.inquiry is not None
-    assert late.inquiry.finding is Finding.UNCLEAR, (
+    assert late.inquiry.finding is HangFinding.UNCLEAR, (
         "the rank that said nothing may be the one that is at work"
     )
 
@@ -111,17 +111,17 @@ def test_answers_are_waited_for_but_not_for_ever() -> None:
     ("doing", "urgency", "finding"),
     [
         (STOPPED, EARLY, None),
-        (ASLEEP, EARLY, Finding.LIKELY),
+        (ASLEEP, EARLY, HangFinding.LIKELY),
         (ASLEEP, OVERDUE, None),
-        (DISK, OVERDUE, Finding.DOUBTFUL),
+        (DISK, OVERDUE, HangFinding.DOUBTFUL),
         (DISK, LAST, None),
-        (WAITS, OVERDUE, Finding.UNCLEAR),
+        (WAITS, OVERDUE, HangFinding.UNCLEAR),
         (WAITS, LAST, None),
-        (BUSY, LAST, Finding.HEALTHY),
+        (BUSY, LAST, HangFinding.HEALTHY),
     ],
 )
 def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
-    doing: RankActivity, urgency: Urgency, finding: Finding | None
+    doing: RankActivity, urgency: Urgency, finding: HangFinding | None
 ) -> None:
     """`finding` None: the generation is ended."""
     after = published(
@@ -150,7 +150,7 @@ def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
     """So is an evaluation on one rank that takes as long: from outside it is the same."""
 
     def after(urgency: Urgency) -> World:
-        waits = replace(still(A, urgency), hang_report=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
+        waits = replace(still(A, urgency), hang_report=Said(4, 1, (RankReport(0, WAITS, 7, 590.0),)))
         return published(decided(world(HangProbe(1, urgency)), waits, says(B, 1, BUSY)))
 
     assert after(OVERDUE).phase is Phase.RUNNING
@@ -169,41 +169,41 @@ def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
 @pytest.mark.parametrize(
     ("waits", "waited_s", "complete", "finding"),
     [
-        (WAITS, 60.0, True, Finding.HEALTHY),
-        (WAITS, None, True, Finding.HEALTHY),
-        (WAITS, LONG_WAIT_S, False, Finding.HEALTHY),
-        (BUSY, LONG_WAIT_S, True, Finding.HEALTHY),
-        (None, None, True, Finding.HEALTHY),  # there is no other
-        (WAITS, LONG_WAIT_S, True, Finding.DOUBTFUL),
+        (WAITS, 60.0, True, HangFinding.HEALTHY),
+        (WAITS, None, True, HangFinding.HEALTHY),
+        (WAITS, LONG_WAIT_S, False, HangFinding.HEALTHY),
+        (BUSY, LONG_WAIT_S, True, HangFinding.HEALTHY),
+        (None, None, True, HangFinding.HEALTHY),  # there is no other
+        (WAITS, LONG_WAIT_S, True, HangFinding.DOUBTFUL),
     ],
 )
 def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
-    waits: RankActivity | None, waited_s: float | None, complete: bool, finding: Finding
+    waits: RankActivity | None, waited_s: float | None, complete: bool, finding: HangFinding
 ) -> None:
-    found = Diagnosis(Finding.LIKELY, "rank 1 is at work", "b", 1)
-    answers = {"b": Said(4, 1, (RankState(1, BUSY, 7, 0.5),))}
+    found = Diagnosis(HangFinding.LIKELY, "rank 1 is at work", "b", 1)
+    answers = {"b": Said(4, 1, (RankReport(1, BUSY, 7, 0.5),))}
     if waits is not None:
-        answers["a"] = Said(4, 1, (RankState(0, waits, 7, waited_s),))
+        answers["a"] = Said(4, 1, (RankReport(0, waits, 7, waited_s),))
     assert weighed(found, answers, all_answered=complete).finding is finding
 
 
 @pytest.mark.parametrize(
     ("doing", "still_s", "finding"),
     [
-        (ASLEEP, None, Finding.DOUBTFUL),
-        (RankActivity.OTHER, 2.0, Finding.DOUBTFUL),
-        (RankActivity.OTHER, STILL_S, Finding.LIKELY),
-        (ASLEEP, 1.0, Finding.DOUBTFUL),
-        (ASLEEP, STILL_S, Finding.LIKELY),
-        (DISK, 60.0, Finding.DOUBTFUL),
-        (RankActivity.IN_SAVE, 60.0, Finding.DOUBTFUL),
+        (ASLEEP, None, HangFinding.DOUBTFUL),
+        (RankActivity.OTHER, 2.0, HangFinding.DOUBTFUL),
+        (RankActivity.OTHER, STILL_S, HangFinding.LIKELY),
+        (ASLEEP, 1.0, HangFinding.DOUBTFUL),
+        (ASLEEP, STILL_S, HangFinding.LIKELY),
+        (DISK, 60.0, HangFinding.DOUBTFUL),
+        (RankActivity.IN_SAVE, 60.0, HangFinding.DOUBTFUL),
     ],
 )
 def test_what_waits_for_something_that_moves_may_be_slow(
-    doing: RankActivity, still_s: float | None, finding: Finding
+    doing: RankActivity, still_s: float | None, finding: HangFinding
 ) -> None:
-    found = Diagnosis(Finding.LIKELY, "", "b", 1)
-    answers = {"b": Said(4, 1, (RankState(1, doing, 7, still_s),))}
+    found = Diagnosis(HangFinding.LIKELY, "", "b", 1)
+    answers = {"b": Said(4, 1, (RankReport(1, doing, 7, still_s),))}
     assert weighed(found, answers, all_answered=True).finding is finding
 
 
@@ -212,14 +212,14 @@ def test_what_waits_for_something_that_moves_may_be_slow(
     ("first", "second", "over"),
     [
         # a test without step(): at a look one rank reads, or all are in the same collective
-        (RankState(0, WAITS, 7, 1.0), RankState(1, ASLEEP, 7, 3.0), False),
-        (RankState(0, WAITS, 7, 1.0), RankState(1, WAITS, 7, 3.0), False),
-        (RankState(0, WAITS, 7, 1.0), RankState(1, STOPPED, 7, 3.0), True),
-        (RankState(0, WAITS, 7, 60.0), RankState(1, ASLEEP, 7, 60.0), True),
+        (RankReport(0, WAITS, 7, 1.0), RankReport(1, ASLEEP, 7, 3.0), False),
+        (RankReport(0, WAITS, 7, 1.0), RankReport(1, WAITS, 7, 3.0), False),
+        (RankReport(0, WAITS, 7, 1.0), RankReport(1, STOPPED, 7, 3.0), True),
+        (RankReport(0, WAITS, 7, 60.0), RankReport(1, ASLEEP, 7, 60.0), True),
     ],
 )
 def test_while_every_rank_does_something_now_and_then_nothing_hangs(
-    first: RankState, second: RankState, over: bool, urgency: Urgency
+    first: RankReport, second: RankReport, over: bool, urgency: Urgency
 ) -> None:
     nodes = [
         replace(still(node, urgency), hang_report=Said(4, 1, (state,)))
@@ -229,27 +229,27 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
     assert (told.phase is Phase.STOPPING) == over
     if not over:
         assert told.inquiry is not None
-        assert told.inquiry.finding is Finding.HEALTHY
+        assert told.inquiry.finding is HangFinding.HEALTHY
     early = [replace(still(node, EARLY), hang_report=node.hang_report) for node in nodes]
     told = published(decided(world(HangProbe(1, EARLY)), *early))
     assert told.phase is Phase.STOPPING or (told.inquiry and "active" not in told.inquiry.why)
 
 
-def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
+def spins(rank: int, for_s: float, *, waits: bool = True) -> RankReport:
     """A rank whose main thread waits for its GPU, which takes all of a processor."""
     group = InGroup("default_pg", None, 7, 7 if waits else None, "all_reduce")
-    return RankState(rank, RankActivity.OTHER, 7, 0.5, recorded=Recorded(for_s, True, (group,)))
+    return RankReport(rank, RankActivity.OTHER, 7, 0.5, recorded=Recorded(for_s, True, (group,)))
 
 
 @pytest.mark.parametrize(
     ("named", "states", "expected"),
     [
         # all others only spin: what rank 1 does decides, and it sleeps, or waits in a wrong collective
-        (1, (spins(0, STILL_S), RankState(1, ASLEEP, 7, 60.0)), False),
+        (1, (spins(0, STILL_S), RankReport(1, ASLEEP, 7, 60.0)), False),
         (1, (spins(0, STILL_S), spins(1, STILL_S)), False),
         # it may compute for long on its GPU, as an evaluation on one rank does
         (1, (spins(0, 10 * LONG_WAIT_S), spins(1, 10 * LONG_WAIT_S, waits=False)), True),
-        (1, (spins(0, 10 * LONG_WAIT_S), RankState(1, BUSY, 7, 0.5)), True),
+        (1, (spins(0, 10 * LONG_WAIT_S), RankReport(1, BUSY, 7, 0.5)), True),
         # not yet known for long enough
         (1, (spins(0, STILL_S - 1), spins(1, STILL_S)), True),
         # nobody is named: all wait in the same collective, and GPUs may have much to do before it
@@ -258,44 +258,44 @@ def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
     ],
 )
 def test_a_thread_that_only_waits_for_its_gpu_is_no_sign_of_life(
-    named: int | None, states: tuple[RankState, ...], expected: bool
+    named: int | None, states: tuple[RankReport, ...], expected: bool
 ) -> None:
-    found = Diagnosis(Finding.LIKELY if named is not None else Finding.UNCLEAR, "", "b", named)
+    found = Diagnosis(HangFinding.LIKELY if named is not None else HangFinding.UNCLEAR, "", "b", named)
     assert all_go_on(found, {"b": Said(4, 1, states)}) == expected
 
 
 @pytest.mark.parametrize(
     ("state", "finding"),
     [
-        (spins(1, STILL_S), Finding.LIKELY),
-        (spins(1, STILL_S - 1), Finding.DOUBTFUL),
-        (spins(1, 10 * LONG_WAIT_S, waits=False), Finding.DOUBTFUL),
+        (spins(1, STILL_S), HangFinding.LIKELY),
+        (spins(1, STILL_S - 1), HangFinding.DOUBTFUL),
+        (spins(1, 10 * LONG_WAIT_S, waits=False), HangFinding.DOUBTFUL),
     ],
 )
 def test_a_named_rank_that_spins_may_be_slow_unless_it_waits_for_others(
-    state: RankState, finding: Finding
+    state: RankReport, finding: HangFinding
 ) -> None:
-    found = Diagnosis(Finding.LIKELY, "", "b", 1)
+    found = Diagnosis(HangFinding.LIKELY, "", "b", 1)
     assert weighed(found, {"b": Said(4, 1, (state,))}, all_answered=True).finding is finding
 
 
 def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:
-    for finding, urgency, complete in itertools.product(Finding, Urgency, (True, False)):
+    for finding, urgency, complete in itertools.product(HangFinding, Urgency, (True, False)):
         over = ends(urgency, Diagnosis(finding, ""), all_answered=complete)
-        assert not (over and finding is Finding.HEALTHY)
-        assert not (over and finding is Finding.UNCLEAR and not complete)
+        assert not (over and finding is HangFinding.HEALTHY)
+        assert not (over and finding is HangFinding.UNCLEAR and not complete)
     for doing in RankActivity:
-        answers = {"b": Said(4, 1, (RankState(1, doing, 7, 60.0),))}
-        found = weighed(Diagnosis(Finding.CERTAIN, "", "b", 1), answers, all_answered=False)
-        assert (found.finding is Finding.CERTAIN) == (doing in (RankActivity.GONE, RankActivity.STOPPED))
+        answers = {"b": Said(4, 1, (RankReport(1, doing, 7, 60.0),))}
+        found = weighed(Diagnosis(HangFinding.CERTAIN, "", "b", 1), answers, all_answered=False)
+        assert (found.finding is HangFinding.CERTAIN) == (doing in (RankActivity.GONE, RankActivity.STOPPED))
 
 
 def test_the_next_inquiry_waits_ever_longer_unless_it_is_more_urgent() -> None:
-    pauses = [asks_at(HangProbe(number, EARLY, Finding.HEALTHY), 0.0, EARLY) for number in range(1, 12)]
+    pauses = [asks_at(HangProbe(number, EARLY, HangFinding.HEALTHY), 0.0, EARLY) for number in range(1, 12)]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == LONGEST_PAUSE_S
-    assert asks_at(HangProbe(9, EARLY, Finding.HEALTHY), 50.0, OVERDUE) == 50.0
-    closed = world(HangProbe(1, EARLY, Finding.UNCLEAR))
+    assert asks_at(HangProbe(9, EARLY, HangFinding.HEALTHY), 50.0, OVERDUE) == 50.0
+    closed = world(HangProbe(1, EARLY, HangFinding.UNCLEAR))
     wait = decided(closed, A, still(B, EARLY))
     assert isinstance(wait, Wait)
     assert wait.until == NOW + FIRST_PAUSE_S
@@ -304,11 +304,11 @@ def test_the_next_inquiry_waits_ever_longer_unless_it_is_more_urgent() -> None:
 
 
 def test_a_newcomer_waits_for_the_end_of_a_hang_but_not_for_a_rank_that_is_at_work() -> None:
-    stuck = decided(world(HangProbe(1, EARLY, Finding.LIKELY)), A, still(B, EARLY), C)
+    stuck = decided(world(HangProbe(1, EARLY, HangFinding.LIKELY)), A, still(B, EARLY), C)
     assert isinstance(stuck, Wait)
-    healthy = decided(world(HangProbe(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY), C)
+    healthy = decided(world(HangProbe(1, EARLY, HangFinding.HEALTHY)), A, still(B, EARLY), C)
     assert published(healthy).phase is Phase.DRAINING
-    alone = decided(world(HangProbe(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY))
+    alone = decided(world(HangProbe(1, EARLY, HangFinding.HEALTHY)), A, still(B, EARLY))
     assert isinstance(alone, Wait)
     assert alone.until == NOW + FIRST_PAUSE_S
     assert "is running" in alone.reason
@@ -318,24 +318,24 @@ def test_a_node_answers_each_inquiry_once_while_its_workers_run() -> None:
     local = LocalState("b-1", generation=4, started=4)
     assert next_action(world(HangProbe(2)), local) == Answer(4, 2)
     assert next_action(world(HangProbe(2)), replace(local, answered=2)) == Stay()
-    assert next_action(world(HangProbe(2, EARLY, Finding.HEALTHY)), local) == Stay()
+    assert next_action(world(HangProbe(2, EARLY, HangFinding.HEALTHY)), local) == Stay()
     assert next_action(world(), local) == Stay()
 
 
 def test_a_report_keeps_those_that_wait_for_nobody() -> None:
-    states = tuple(RankState(rank, ASLEEP if rank == 300 else WAITS) for rank in range(400))
+    states = tuple(RankReport(rank, ASLEEP if rank == 300 else WAITS) for rank in range(400))
     kept = telling(states)
     assert len(kept) == MAX_RANKS
-    assert RankState(300, ASLEEP) in kept
+    assert RankReport(300, ASLEEP) in kept
     assert telling(states[:5]) == states[:5]
 
 
 def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> None:
     group = InGroup("x" * 48, 2**31, 2**62, 2**62, "x" * 48)
     recorded = Recorded(1e6, True, (group,) * MAX_GROUPS)
-    state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200, recorded=recorded)
+    state = RankReport(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200, recorded=recorded)
     said = Said(4, 1, (state,) * MAX_RANKS)
     node = replace(still(B, LAST), hang_report=said)
     assert NodeRecord.from_json("nodes/b", node.to_json()) == node
-    seen = world(HangProbe(3, LAST, Finding.LIKELY, "rank 1 sleeps"))
+    seen = world(HangProbe(3, LAST, HangFinding.LIKELY, "rank 1 sleeps"))
     assert World.from_json(seen.to_json()) == seen

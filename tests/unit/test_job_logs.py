@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from elastic_agent.health.http import Request
+from elastic_agent.health.http import PageRequest
 from elastic_agent.pool import commands, job_agent
 from elastic_agent.pool.commands import JobLog, Unreadable, ask_daemon, nodes_of
 from elastic_agent.pool.job_agent import JobAgent, JobLogs
@@ -69,7 +69,7 @@ def test_what_cannot_be_read_is_no_failure_of_the_daemon(logs: JobLogs, root: Pa
     (root / "a/j.log").symlink_to("/etc/passwd")
     with pytest.raises(OSError, match="symbolic link"):
         logs.read("j", 0)
-    status, _, text, _ = page_of(logs).job_log(Request({"job": "j"}, "t"))
+    status, _, text, _ = page_of(logs).job_log(PageRequest({"job": "j"}, "t"))
     assert status == HTTPStatus.BAD_REQUEST
     assert b"root" not in text
 
@@ -103,7 +103,7 @@ def test_a_file_comes_in_pieces(logs: JobLogs, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_only_who_has_the_token_reads(logs: JobLogs, query: dict[str, str], token: str, status: int) -> None:
-    assert page_of(logs).job_log(Request(query, token))[0] == status
+    assert page_of(logs).job_log(PageRequest(query, token))[0] == status
 
 
 # --- What is kept

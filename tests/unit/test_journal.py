@@ -16,9 +16,9 @@ from elastic_agent.agent.output import log_files
 from elastic_agent.agent.output.journal import (
     EVENT,
     MAX_EVENT_TEXT,
+    EventKind,
     JobEvent,
     Journal,
-    Kind,
     file_name,
     journals,
     read_events,
@@ -71,39 +71,46 @@ def a_journal(lost: Lost) -> Kept:
 
 def test_no_event_has_a_secret_whether_it_is_known_or_looks_like_one() -> None:
     journal = Journal("a", lambda: 0.0, secrets={"c4n4ry-Value9"})
-    journal.note(Kind.FAILURE, "exit code 1: ValueError: c4n4ry-Value9, token=other-canary")
+    journal.note(EventKind.FAILURE, "exit code 1: ValueError: c4n4ry-Value9, token=other-canary")
     [event] = journal.since(0, 10)
     assert event.text == "exit code 1: ValueError: ***, token=***"
 
 
 def test_a_secret_at_the_end_of_a_long_text_is_masked_whole() -> None:
     journal = Journal("a", lambda: 0.0, secrets={"c4n4ry-Value9"})
-    journal.note(Kind.FAILURE, "x" * (MAX_EVENT_TEXT - 9) + " c4n4ry-Value9")
+    journal.note(EventKind.FAILURE, "x" * (MAX_EVENT_TEXT - 9) + " c4n4ry-Value9")
     assert "c4n4ry" not in journal.since(0, 10)[0].text
 
 
 def test_an_event_comes_back_as_it_was_noted() -> None:
     journal = Journal("a", lambda: 1000.0004)
     about = {"rank": 3, "about": "b", "cause": "hang", "generation": 7}
-    journal.note(Kind.FAILURE, "rank 3 hangs", **about, seconds={"stop": 0.25}, counts={"nodes": 2})  # type: ignore[arg-type]
+    journal.note(EventKind.FAILURE, "rank 3 hangs", **about, seconds={"stop": 0.25}, counts={"nodes": 2})  # type: ignore[arg-type]
     [event] = journal.since(0, 10)
     assert EVENT.decode(EVENT.encode(event)) == event
     assert (event.number, event.at, event.node, event.generation, event.rank) == (1, 1000.0, "a", 7, 3)
-    assert (event.kind, event.about, event.cause, event.text) == (Kind.FAILURE, "b", "hang", "rank 3 hangs")
+    assert (event.kind, event.about, event.cause, event.text) == (
+        EventKind.FAILURE,
+        "b",
+        "hang",
+        "rank 3 hangs",
+    )
     assert (event.seconds, event.counts) == ({"stop": 0.25}, {"nodes": 2})
 
 
 def test_an_event_is_of_the_newest_world() -> None:
     journal = Journal("a", lambda: 0.0)
-    journal.note(Kind.AGENT_STARTED, "starts")
-    journal.note(Kind.WORLD, "the job starts", generation=4)
-    journal.note(Kind.LOAD, "saved")
+    journal.note(EventKind.AGENT_STARTED, "starts")
+    journal.note(EventKind.WORLD, "the job starts", generation=4)
+    journal.note(EventKind.LOAD, "saved")
     assert [event.generation for event in journal.since(0, 10)] == [0, 4, 4]
 
 
 def test_texts_of_others_are_bounded_and_hold_nothing_that_a_terminal_obeys() -> None:
     journal = Journal("a", lambda: 0.0)
-    journal.note(Kind.FAILURE, "killed\n12:00 \x1b[31mred" + "x" * 10_000, cause="y" * 500, about="z" * 500)
+    journal.note(
+        EventKind.FAILURE, "killed\n12:00 \x1b[31mred" + "x" * 10_000, cause="y" * 500, about="z" * 500
+    )
     [event] = journal.since(0, 10)
     assert event.text.startswith("killed 12:00 redxx")
     assert (len(event.text), len(event.cause), len(event.about)) == (MAX_EVENT_TEXT, 64, 128)
@@ -112,7 +119,7 @@ def test_texts_of_others_are_bounded_and_hold_nothing_that_a_terminal_obeys() ->
 
 def test_a_reader_skips_what_it_cannot_read() -> None:
     journal = Journal("a", lambda: 0.0)
-    journal.note(Kind.WORLD, "one")
+    journal.note(EventKind.WORLD, "one")
     [event] = journal.since(0, 10)
     good = EVENT.encode(event)
     lines = [
@@ -128,7 +135,7 @@ def test_a_reader_skips_what_it_cannot_read() -> None:
 
 def test_a_field_of_tomorrow_is_ignored() -> None:
     journal = Journal("a", lambda: 0.0)
-    journal.note(Kind.WORLD, "one")
+    journal.note(EventKind.WORLD, "one")
     [event] = journal.since(0, 10)
     assert EVENT.decode(EVENT.encode(event).replace("{", '{"colour":"red",', 1)) == event
 
@@ -139,7 +146,7 @@ def test_a_field_of_tomorrow_is_ignored() -> None:
 def test_the_newest_events_stay_in_memory() -> None:
     journal = Journal("a", lambda: 0.0, kept=3)
     for number in range(1, 6):
-        journal.note(Kind.WORLD, str(number))
+        journal.note(EventKind.WORLD, str(number))
     assert texts(journal.since(0, 10)) == ["3", "4", "5"]
     assert texts(journal.since(0, 2)) == ["3", "4"]
     assert texts(journal.since(3, 10)) == ["4", "5"]
@@ -149,10 +156,10 @@ def test_the_newest_events_stay_in_memory() -> None:
 
 def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
     journal = Journal("a", lambda: 0.0, kept=8)
-    journal.note(Kind.WORLD, "world 1")
+    journal.note(EventKind.WORLD, "world 1")
     for number in range(2, 1000):
-        journal.note(Kind.LOAD, f"save {number}")
-    journal.note(Kind.WORLD, "world 1000")
+        journal.note(EventKind.LOAD, f"save {number}")
+    journal.note(EventKind.WORLD, "world 1000")
     assert texts(journal.since(0, 10)) == ["world 1", "save 998", "save 999", "world 1000"]
     assert texts(journal.since(0, 2)) == ["world 1", "save 998"]
     assert texts(journal.since(998, 10)) == ["save 999", "world 1000"]
@@ -163,11 +170,11 @@ def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
 
 def test_the_file_has_all_events_those_before_the_first_world_too(tmp_path: Path, lost: Lost) -> None:
     journal = a_journal(lost)
-    journal.note(Kind.AGENT_STARTED, "starts")
+    journal.note(EventKind.AGENT_STARTED, "starts")
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.WORLD, "the job starts", generation=1)
+    journal.note(EventKind.WORLD, "the job starts", generation=1)
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.AGENT_ENDED, "ends")
+    journal.note(EventKind.AGENT_ENDED, "ends")
     journal.close()
     folder = tmp_path / "job-run"
     assert sorted(os.listdir(folder)) == [MARK, "events-a.jsonl"]
@@ -182,13 +189,13 @@ def test_the_file_has_all_events_those_before_the_first_world_too(tmp_path: Path
 def test_another_life_of_the_agent_goes_on_behind_a_line_that_was_cut(tmp_path: Path, lost: Lost) -> None:
     for text in ("one", "two"):
         journal = a_journal(lost)
-        journal.note(Kind.AGENT_STARTED, text)
+        journal.note(EventKind.AGENT_STARTED, text)
         journal.begin(tmp_path)
         journal.close()
         with (tmp_path / "events-a.jsonl").open("a") as file:
             file.write('{"schema":1,"num')
     journal = a_journal(lost)
-    journal.note(Kind.AGENT_STARTED, "three")
+    journal.note(EventKind.AGENT_STARTED, "three")
     journal.begin(tmp_path)
     journal.close()
     assert written(tmp_path / "events-a.jsonl") == ["one", "two", "three"]
@@ -201,7 +208,7 @@ def test_the_file_is_bounded_and_the_part_before_is_kept(
     journal = a_journal(lost)
     journal.begin(tmp_path)
     for number in range(100):
-        journal.note(Kind.LOAD, str(number))
+        journal.note(EventKind.LOAD, str(number))
     journal.close()
     older, newest = parts = journals(tmp_path)["a"]
     assert [path.name for path in parts] == ["events-a.jsonl.1", "events-a.jsonl"]
@@ -226,10 +233,10 @@ def test_no_event_waits_for_a_disk_that_stands_still(
     monkeypatch.setattr(log_files.os, "write", still)
     journal = a_journal(lost)
     journal.begin(tmp_path)
-    journal.note(Kind.LOAD, "first")
+    journal.note(EventKind.LOAD, "first")
     assert stuck.wait(PATIENCE_S)
     for number in range(100):
-        journal.note(Kind.LOAD, str(number))
+        journal.note(EventKind.LOAD, str(number))
     assert lost.events > 80
     assert len(journal.since(0, 1000)) == 101, "memory has them"
     moves.set()
@@ -259,7 +266,7 @@ def test_a_full_disk_costs_its_events_and_is_told_once(
     for text, is_full in (("one", False), ("two", True), ("three", True), ("four", False)):
         done.clear()
         journal.files.do(lambda value=is_full: full.__setitem__(0, value))  # type: ignore[misc]
-        journal.note(Kind.LOAD, text)
+        journal.note(EventKind.LOAD, text)
     journal.close()
     assert written(tmp_path / "events-a.jsonl") == ["one", "four"]
     assert lost.events == 2
@@ -273,8 +280,8 @@ def test_a_folder_that_cannot_be_made_costs_the_file_alone(
     (tmp_path / "file").touch()
     journal = a_journal(lost)
     journal.begin(tmp_path / "file" / "job-run")
-    journal.note(Kind.LOAD, "one")
-    journal.note(Kind.LOAD, "two")
+    journal.note(EventKind.LOAD, "one")
+    journal.note(EventKind.LOAD, "two")
     journal.close()
     assert lost.events == 2
     assert len(caplog.records) == 1
@@ -291,7 +298,7 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
     beside = {"configuration-a.toml": "nnodes = 2"}
     journal = Kept(lost, beside)
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.LOAD, "one")
+    journal.note(EventKind.LOAD, "one")
     journal.close()
     file = tmp_path / "job-run" / "configuration-a.toml"
     assert file.read_text() == "nnodes = 2\n"
@@ -302,7 +309,7 @@ def test_a_file_beside_that_cannot_be_written_costs_no_event(tmp_path: Path, los
     (tmp_path / "job-run" / "configuration-a.toml").mkdir(parents=True)
     journal = Kept(lost, {"configuration-a.toml": "nnodes = 2"})
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.LOAD, "one")
+    journal.note(EventKind.LOAD, "one")
     journal.close()
     [written] = (tmp_path / "job-run").glob("*.jsonl")
     assert "one" in written.read_text()
@@ -321,14 +328,14 @@ def test_a_file_that_the_disk_has_lost_is_opened_again(
 
     monkeypatch.setattr(log_files.os, "write", refuse)
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.LOAD, "one")
+    journal.note(EventKind.LOAD, "one")
     flushed(journal)
     shutil.rmtree(tmp_path / "job-run")
     stale[0] = True
-    journal.note(Kind.LOAD, "two")
+    journal.note(EventKind.LOAD, "two")
     flushed(journal)
     stale[0] = False
-    journal.note(Kind.LOAD, "three")
+    journal.note(EventKind.LOAD, "three")
     journal.close()
     assert written(tmp_path / "job-run" / "events-a.jsonl") == ["three"]
 
@@ -338,7 +345,7 @@ def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:
     (tmp_path / "job" / file_name("a")).symlink_to(tmp_path / "of-another")
     journal = a_journal(lost)
     journal.begin(tmp_path / "job")
-    journal.note(Kind.LOAD, "one")
+    journal.note(EventKind.LOAD, "one")
     journal.close()
     assert lost.events == 1
     assert not (tmp_path / "of-another").exists()
@@ -352,7 +359,7 @@ def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_end
     journal = a_journal(lost)
     journal.begin(folder)
     for number in range(20):
-        journal.note(Kind.LOAD, str(number))
+        journal.note(EventKind.LOAD, str(number))
     flushed(journal)
     delete_run(folder)
     journal.close()

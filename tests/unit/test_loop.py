@@ -23,7 +23,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, Ending, Loop
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, AgentEnd, Loop
 from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks
 from elastic_agent.health.checks.runner import CheckRun
@@ -354,7 +354,7 @@ class Scene:
 def test_an_agent_trains_leaves_when_asked_and_finishes_its_saves() -> None:
     scene = Scene()
     scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.training.started == [1]
     [(grace_s, gently, _reason)] = scene.training.stops
     assert (grace_s, gently) == (30.0, True)
@@ -368,7 +368,7 @@ def test_what_is_in_memory_is_handed_over_before_the_last_saves_and_in_their_tim
 ) -> None:
     scene = Scene(hands_over_in_s=takes_s)
     scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.handing is not None
     [(generation, within_s, kept)] = scene.handing.begun
     assert (generation, within_s, kept) == (1, STOP.grace_s, False)
@@ -436,7 +436,7 @@ def test_under_slurm_sigterm_may_be_repeated() -> None:
     for after_s in (10.0, 20.0, 21.0):
         scene.at(after_s, Signalled(signal.SIGTERM))
     scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert "a second signal" not in [reason for _, _, reason in scene.training.stops]
 
 
@@ -445,7 +445,7 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
     scene = Scene()
     for after_s in (10.0, 10.5, 11.0):
         scene.at(after_s, Signalled(number))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {number.name}")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {number.name}")
     assert all(grace_s for grace_s, _, _ in scene.training.stops)
 
 
@@ -462,7 +462,7 @@ def test_under_slurm_a_warnings_exit_code_asks_for_another_start(
 ) -> None:
     scene = Scene(stop=StopConfig(requeues=True))
     scene.at(10.0, Signalled(number))
-    assert scene.loop.run() == Ending(code, f"stopped by {asked_by}")
+    assert scene.loop.run() == AgentEnd(code, f"stopped by {asked_by}")
 
 
 def noticed(scene: Scene, left_s: float, after_s: float = 10.0) -> None:
@@ -474,7 +474,7 @@ def test_a_notice_is_a_leave_with_the_exit_code_of_a_warning() -> None:
     for requeues, code in ((False, ExitCode.STOPPED_BY_SIGTERM), (True, ExitCode.LEFT_IN_TIME)):
         scene = Scene(stop=StopConfig(requeues=requeues))
         noticed(scene, 30.0)
-        assert scene.loop.run() == Ending(code, "stopped by a notice: the cloud")
+        assert scene.loop.run() == AgentEnd(code, "stopped by a notice: the cloud")
         assert scene.training.stops
         assert len(scene.finished) == 1
 
@@ -506,7 +506,7 @@ def test_a_notice_that_is_withdrawn_in_time_is_none() -> None:
     noticed(scene, 150.0)
     scene.at(30.0, lambda: scene.loop.noticed("", None))
     scene.at(60.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.now >= 160.0
 
 
@@ -517,7 +517,7 @@ def test_a_notice_hurries_a_leave_that_is_under_way() -> None:
     scene.at(10.0, Signalled(signal.SIGTERM))
     noticed(scene, 6.0, after_s=15.0)
     scene.plan[scene.now + 25.0] = lambda: setattr(scene.training, "undying", "")
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert min(at + grace_s for at, grace_s in scene.stopped) <= 115.0 + 5.0
     assert scene.finished == [0.0]
 
@@ -561,7 +561,7 @@ def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
 def test_a_node_leaves_before_the_end_of_its_job() -> None:
     for requeues, code in ((False, ExitCode.STOPPED_BY_SIGTERM), (True, ExitCode.LEFT_IN_TIME)):
         scene = Scene(stop=replace(STOP, requeues=requeues, job_ends_at=300))
-        assert scene.loop.run() == Ending(code, "stopped by SLURM_JOB_END_TIME")
+        assert scene.loop.run() == AgentEnd(code, "stopped by SLURM_JOB_END_TIME")
         assert scene.stopped[0][0] == pytest.approx(300.0 - whole_stop_s(STOP.grace_s), abs=3.1)
 
 
@@ -569,7 +569,7 @@ def test_an_end_of_the_job_that_is_over_is_not_its_end() -> None:
     """Its time limit was changed after it had started."""
     scene = Scene(stop=replace(STOP, job_ends_at=95))
     scene.at(60.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.stopped[0] == (pytest.approx(160.0, abs=3.1), STOP.grace_s)
 
 
@@ -578,7 +578,7 @@ def test_a_success_whose_last_save_is_not_on_disk_is_none() -> None:
     scene.lost = "step 10 is NOT on disk in /runs/x: No space left on device"
     done = Leave(Result.SUCCEEDED, "every worker ended with success")
     scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
-    assert scene.loop.run() == Ending(
+    assert scene.loop.run() == AgentEnd(
         ExitCode.NOT_ON_DISK, f"every worker ended with success, but {scene.lost}"
     )
 
@@ -591,22 +591,22 @@ def test_a_success_whose_last_save_was_refused_is_none(generation: int) -> None:
     done = Leave(Result.SUCCEEDED, "every worker ended with success")
     scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
     reason = f"{done.reason}, but step 10 is NOT on disk in /runs/x: its save was refused"
-    lost = Ending(ExitCode.NOT_ON_DISK, reason)
-    assert scene.loop.run() == (lost if generation == 1 else Ending(ExitCode.SUCCESS, done.reason))
+    lost = AgentEnd(ExitCode.NOT_ON_DISK, reason)
+    assert scene.loop.run() == (lost if generation == 1 else AgentEnd(ExitCode.SUCCESS, done.reason))
 
 
 def test_a_leave_whose_last_save_is_not_on_disk_keeps_its_exit_code() -> None:
     scene = Scene()
     scene.lost = "step 10 is NOT on disk in /runs/x: No space left on device"
     scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
 
 
 def test_an_operator_may_let_this_node_leave() -> None:
     scene = Scene()
     wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
     scene.kv.transact((), (wish,), scene.now)
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
+    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
 
 
 def test_an_agent_that_can_offer_no_port_ends() -> None:
@@ -622,7 +622,7 @@ def test_an_agent_that_can_offer_no_port_ends() -> None:
 
     scene.port._bind = refuse
     scene.plan[scene.now + 10.0] = fail
-    assert scene.loop.run() == Ending(ExitCode.NOT_HERE, "no port is left")
+    assert scene.loop.run() == AgentEnd(ExitCode.NOT_HERE, "no port is left")
 
 
 @pytest.mark.parametrize("lasts_s", [3.0, 30.0])
@@ -639,7 +639,7 @@ def test_what_the_machine_lacks_for_workers_ends_the_agent_only_if_it_lasts(last
         assert "too many open files" in scene.waits
     else:
         assert scene.training.started == []
-        assert ending == Ending(ExitCode.NOT_HERE, "too many open files")
+        assert ending == AgentEnd(ExitCode.NOT_HERE, "too many open files")
         assert scene.now - begun_at < 2 * TRIES_AGAIN_S
 
 
@@ -713,7 +713,7 @@ def test_what_the_machine_lacks_to_see_workers_gone_ends_the_agent_only_if_it_la
 def test_workers_that_no_signal_ends_end_the_agent() -> None:
     scene = Scene()
     scene.plan[scene.now + 10.0] = lambda: setattr(scene.training, "undying", "worker 0 waits for a disk")
-    assert scene.loop.run() == Ending(ExitCode.UNKILLABLE, "worker 0 waits for a disk")
+    assert scene.loop.run() == AgentEnd(ExitCode.UNKILLABLE, "worker 0 waits for a disk")
 
 
 def test_a_thread_that_fails_ends_the_workers_and_the_agent() -> None:

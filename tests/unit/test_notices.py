@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from elastic_agent.agent.common.http_client import Reply
+from elastic_agent.agent.common.http_client import HttpReply
 from elastic_agent.agent.configuration.parse import NoticeSource
 from elastic_agent.agent.machine import notices
 from elastic_agent.agent.machine.notices import (
@@ -27,8 +27,8 @@ from elastic_agent.agent.machine.notices import (
     Azure,
     Gcp,
     Notice,
+    NoticeReader,
     NoticeWatch,
-    Source,
     SourceFailed,
     WatchedFile,
     detect_cloud,
@@ -98,11 +98,11 @@ def test_what_is_no_instant_is_none(text: object) -> None:
 class Answers:
     """Answers by path, and knows what it was asked."""
 
-    def __init__(self, answers: dict[str, Reply]) -> None:
+    def __init__(self, answers: dict[str, HttpReply]) -> None:
         self.answers = answers
         self.asked: list[tuple[str, dict[str, str], str]] = []
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> HttpReply:
         self.asked.append((path, dict(headers), method))
         if path not in self.answers:
             raise SourceFailed(path)
@@ -125,7 +125,7 @@ def asking(cloud: type[CloudT], answers: Answers) -> CloudT:
 # --- AWS
 
 
-def aws(**answers: Reply) -> Aws:
+def aws(**answers: HttpReply) -> Aws:
     """An instance of EC2 with these answers at `action` and `token`."""
     paths = {"action": ACTION_PATH, "token": TOKEN_PATH}
     return asking(Aws, Answers(NOTHING_OF_AWS | {paths[name]: reply for name, reply in answers.items()}))
@@ -133,24 +133,24 @@ def aws(**answers: Reply) -> Aws:
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_the_interruption_of_a_spot_instance(action: str) -> None:
-    notice = aws(action=Reply(200, body(action=action, time=AT))).poll()
+    notice = aws(action=HttpReply(200, body(action=action, time=AT))).poll()
     assert notice == Notice(f"AWS interrupts this spot instance ('{action}') at '{AT}'", AT_UNIX)
 
 
 def test_without_an_interruption_the_path_is_not_there() -> None:
-    assert aws(action=Reply(404, b"<html>")).poll() is None
+    assert aws(action=HttpReply(404, b"<html>")).poll() is None
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        *(Reply(200, raw) for raw in HOSTILE),
-        Reply(500, body(action="stop", time=AT)),
-        Reply(200, body(time=AT)),
-        Reply(200, body(action="stop", time=AT)[:-4]),
+        *(HttpReply(200, raw) for raw in HOSTILE),
+        HttpReply(500, body(action="stop", time=AT)),
+        HttpReply(200, body(time=AT)),
+        HttpReply(200, body(action="stop", time=AT)[:-4]),
     ],
 )
-def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
+def test_what_aws_never_says_is_not_understood(reply: HttpReply) -> None:
     with pytest.raises(SourceFailed) as refused:
         aws(action=reply).poll()
     assert len(str(refused.value)) < 600
@@ -158,21 +158,21 @@ def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
 
 @pytest.mark.parametrize("at", ["soon", 7, None])
 def test_an_interruption_at_no_instant_is_one_of_30_s(at: object) -> None:
-    found = aws(action=Reply(200, body(action="stop", time=at))).poll()
+    found = aws(action=HttpReply(200, body(action="stop", time=at))).poll()
     assert found is not None
     assert (found.ends_at, found.within_s) == (None, DEFAULT_S)
 
 
-@pytest.mark.parametrize("reply", [Reply(403), Reply(200), Reply(200, b"<p>secret\nX: 1</p>")])
-def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
+@pytest.mark.parametrize("reply", [HttpReply(403), HttpReply(200), HttpReply(200, b"<p>secret\nX: 1</p>")])
+def test_what_is_no_token_is_not_understood_and_not_shown(reply: HttpReply) -> None:
     with pytest.raises(SourceFailed, match=f"token: status {reply.status}, no token in") as error:
         aws(token=reply).poll()
     assert "secret" not in str(error.value)
 
 
 NOTHING_OF_AWS = {
-    TOKEN_PATH: Reply(200, b"secret"),
-    ACTION_PATH: Reply(404),
+    TOKEN_PATH: HttpReply(200, b"secret"),
+    ACTION_PATH: HttpReply(404),
 }
 
 
@@ -190,7 +190,7 @@ def test_a_token_that_is_refused_is_replaced() -> None:
     server = Answers(dict(NOTHING_OF_AWS))
     source = asking(Aws, server)
     source.poll()
-    server.answers[ACTION_PATH] = Reply(401)
+    server.answers[ACTION_PATH] = HttpReply(401)
     with pytest.raises(SourceFailed):
         source.poll()
     assert server.paths == [TOKEN_PATH, ACTION_PATH, ACTION_PATH, TOKEN_PATH, ACTION_PATH]
@@ -213,8 +213,8 @@ def test_a_token_that_is_refused_is_replaced() -> None:
 def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | None) -> None:
     server = Answers(
         {
-            PREEMPTED_PATH: Reply(200, preempted),
-            MAINTENANCE_PATH: Reply(200, maintenance),
+            PREEMPTED_PATH: HttpReply(200, preempted),
+            MAINTENANCE_PATH: HttpReply(200, maintenance),
         }
     )
     found = asking(Gcp, server).poll()
@@ -229,13 +229,13 @@ def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | N
 @pytest.mark.parametrize(
     "reply",
     [
-        *(Reply(200, raw) for raw in HOSTILE),
-        Reply(503, b"FALSE"),
-        Reply(200, b"TRU"),
+        *(HttpReply(200, raw) for raw in HOSTILE),
+        HttpReply(503, b"FALSE"),
+        HttpReply(200, b"TRU"),
     ],
 )
-def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
-    well = Reply(200, b"FALSE")
+def test_what_google_never_says_is_not_understood(reply: HttpReply) -> None:
+    well = HttpReply(200, b"FALSE")
     for answers in ({PREEMPTED_PATH: reply}, {PREEMPTED_PATH: well, MAINTENANCE_PATH: reply}):
         with pytest.raises(SourceFailed):
             asking(Gcp, Answers(answers)).poll()
@@ -258,13 +258,13 @@ def event(
     }
 
 
-def events(*all_of_them: object) -> Reply:
-    return Reply(200, body(DocumentIncarnation=3, Events=list(all_of_them)))
+def events(*all_of_them: object) -> HttpReply:
+    return HttpReply(200, body(DocumentIncarnation=3, Events=list(all_of_them)))
 
 
-def said_by_azure(reply: Reply) -> Notice | None:
+def said_by_azure(reply: HttpReply) -> Notice | None:
     """Of the machine vm-7."""
-    return asking(Azure, Answers({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
+    return asking(Azure, Answers({NAME_PATH: HttpReply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
@@ -287,7 +287,7 @@ def test_an_event_that_ends_this_machine(kind: str) -> None:
     ],
 )
 def test_only_events_of_this_machine_that_end_it_are_notices(
-    reply: Reply, expected: type[Notice] | None
+    reply: HttpReply, expected: type[Notice] | None
 ) -> None:
     found = said_by_azure(reply)
     assert type(found) is (expected or type(None))
@@ -302,15 +302,20 @@ def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> 
 
 
 @pytest.mark.parametrize(
-    "reply", [*(Reply(200, raw) for raw in HOSTILE), Reply(400, body(Events=[])), Reply(200, body(Events={}))]
+    "reply",
+    [
+        *(HttpReply(200, raw) for raw in HOSTILE),
+        HttpReply(400, body(Events=[])),
+        HttpReply(200, body(Events={})),
+    ],
 )
-def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
+def test_what_azure_never_says_is_not_understood(reply: HttpReply) -> None:
     with pytest.raises(SourceFailed):
         said_by_azure(reply)
 
 
 def test_this_machines_name_is_asked_for_once() -> None:
-    server = Answers({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: events(event())})
+    server = Answers({NAME_PATH: HttpReply(200, b"vm-7"), EVENTS_PATH: events(event())})
     source = asking(Azure, server)
     assert isinstance(source.poll(), Notice)
     assert isinstance(source.poll(), Notice)
@@ -407,7 +412,7 @@ def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cl
 # --- The watch
 
 
-class Scene(Source):
+class Scene(NoticeReader):
     """A watch over a source that says what the test wants, at 1000 s Unix time and 10 s of the monotonic clock."""
 
     def __init__(self) -> None:

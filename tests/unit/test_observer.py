@@ -11,11 +11,11 @@ import pytest
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import STATUS_PAGE, NodeState
 from elastic_agent.agent.observability.training_account import Activity, TrainingEvent
-from elastic_agent.agent.output.journal import Journal, Kind
+from elastic_agent.agent.output.journal import EventKind, Journal
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
-from elastic_agent.health.hang_report import Finding, HangProbe
+from elastic_agent.health.hang_report import HangFinding, HangProbe
 from elastic_agent.health.metrics import Build, Metrics
-from elastic_agent.health.stragglers import Comparison, Straggler
+from elastic_agent.health.stragglers import PaceComparison, Straggler
 from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -122,26 +122,26 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
     observer.failure_shown(failure)
     observer.ended_with(0, "all is done", 60.0)
     assert [(event.generation, event.kind, event.text, event.cause) for event in journal.since(0, 99)] == [
-        (1, Kind.WORLD, "the job starts", "start"),
-        (2, Kind.WORLD, "exit code 1", "exception"),
-        (2, Kind.DRAIN, "node b leaves", "leave"),
-        (3, Kind.WORLD, "node b leaves", "leave"),
-        (3, Kind.JOB_ENDED, "the job starts", "succeeded"),
-        (1, Kind.FAILURE, "exit code 1", "exception"),
-        (3, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
-        (3, Kind.AGENT_ENDED, "all is done", ""),
+        (1, EventKind.WORLD, "the job starts", "start"),
+        (2, EventKind.WORLD, "exit code 1", "exception"),
+        (2, EventKind.DRAIN, "node b leaves", "leave"),
+        (3, EventKind.WORLD, "node b leaves", "leave"),
+        (3, EventKind.JOB_ENDED, "the job starts", "succeeded"),
+        (1, EventKind.FAILURE, "exit code 1", "exception"),
+        (3, EventKind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
+        (3, EventKind.AGENT_ENDED, "all is done", ""),
     ]
 
 
 def test_events_of_a_hang_and_of_a_failure_name_rank_and_node_in_fields(
     observer: Observer, journal: Journal
 ) -> None:
-    found = HangProbe(1, finding=Finding.LIKELY, why="rank 3 on node b sleeps", node="b", rank=3)
+    found = HangProbe(1, finding=HangFinding.LIKELY, why="rank 3 on node b sleeps", node="b", rank=3)
     observer.heard_verdict(2, found)
     observer.failure_shown(Failure(2, "hang", "hang: rank 3", cause="hang", node="b", rank=3))
-    observer.heard_verdict(2, HangProbe(2, finding=Finding.UNCLEAR, why="nothing moves"))
+    observer.heard_verdict(2, HangProbe(2, finding=HangFinding.UNCLEAR, why="nothing moves"))
     told = [(event.kind, event.rank, event.about) for event in journal.since(0, 9)]
-    assert told == [(Kind.VERDICT, 3, "b"), (Kind.FAILURE, 3, "b"), (Kind.VERDICT, None, "")]
+    assert told == [(EventKind.VERDICT, 3, "b"), (EventKind.FAILURE, 3, "b"), (EventKind.VERDICT, None, "")]
 
 
 def test_an_agent_that_comes_late_does_not_take_the_cause_of_a_world_s_end_for_that_of_its_begin(
@@ -153,15 +153,15 @@ def test_an_agent_that_comes_late_does_not_take_the_cause_of_a_world_s_end_for_t
     for world in (ends, replace(ends, generation=5, phase=Phase.RUNNING)):
         observer.update(NodeSnapshot("a", "a-1", world=world, waiting_for=""), None, 0.0)
     assert [(event.generation, event.kind, event.cause, event.counts) for event in journal.since(0, 99)] == [
-        (0, Kind.EXCLUSION, "gpu_fault", {"times": 3}),
-        (5, Kind.WORLD, "lost", {"nodes": 1, "workers": 1}),
+        (0, EventKind.EXCLUSION, "gpu_fault", {"times": 3}),
+        (5, EventKind.WORLD, "lost", {"nodes": 1, "workers": 1}),
     ]
 
 
 def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, journal: Journal) -> None:
     for now in (0.0, 30.0, 60.0, 61.0, 119.0, 120.5):
         observer.update(NodeSnapshot("a", "a-1", waiting_for="others"), None, now)
-    events = [event for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
+    events = [event for event in journal.since(0, 99) if event.kind is EventKind.ACCOUNTING]
     assert [event.seconds["waiting"] for event in events] == [60.0, 120.5]
     assert events[0].seconds.keys() == {*(activity.value for activity in Activity), "blocked"}
     assert events[0].counts == dict.fromkeys(("steps", "steps_redone", "saves", "saves_failed"), 0)
@@ -191,7 +191,7 @@ def test_what_a_recovery_ended_with_is_said(
     observer.starting(replace(WORLD, generation=2, cause=failed), MEMBER, 12.5)
     again = Reading(2, 14.5, 2, 14.5, script_at=13.0) if steps else Reading(script_at=13.0)
     observer.training.progressed([again])
-    assert [event.text for event in journal.since(0, 99) if event.kind is Kind.RECOVERY] == [text]
+    assert [event.text for event in journal.since(0, 99) if event.kind is EventKind.RECOVERY] == [text]
     assert (text in caplog.text) is not steps, "else the first step is logged, with its phases"
 
 
@@ -225,18 +225,18 @@ def test_accounts_are_split_where_workers_begin_or_cease_to_step(
         (TrainingEvent.SET_ASIDE, 13.0),
     ):
         training.record(event, at)
-    accounts = [event.seconds for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
+    accounts = [event.seconds for event in journal.since(0, 99) if event.kind is EventKind.ACCOUNTING]
     assert [sum(account.values()) for account in accounts] == [1.0, 4.0, 11.0, 13.0]
 
 
 # ---------------------------------------------------------------- slow ranks
 
 TWO = replace(WORLD, members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 2, 2)))
-SLOW = Comparison(3, 200_000, (Straggler("b", 3, 280_000),))
-EVEN = Comparison(3, 200_000)
+SLOW = PaceComparison(3, 200_000, (Straggler("b", 3, 280_000),))
+EVEN = PaceComparison(3, 200_000)
 
 
-def compared(comparison: Comparison | None, generation: int = 3) -> NodeSnapshot:
+def compared(comparison: PaceComparison | None, generation: int = 3) -> NodeSnapshot:
     world = replace(TWO, generation=generation)
     return NodeSnapshot("a", "a-1", world=world, comparison=comparison, waiting_for="")
 
@@ -252,7 +252,7 @@ def test_it_is_said_once_when_a_rank_is_slow_and_once_when_it_is_no_more(
         "(40% more)",
         "rank 3 on node b is as fast as the others again",
     ]
-    events = [event for event in journal.since(0, 100) if event.kind is Kind.STRAGGLER]
+    events = [event for event in journal.since(0, 100) if event.kind is EventKind.STRAGGLER]
     told = [(event.rank, event.about, event.cause) for event in events]
     assert told == [(3, "b", "slow"), (3, "b", "recovered")]
 
@@ -262,7 +262,7 @@ def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
 ) -> None:
     caplog.set_level("INFO")
     observer.update(compared(SLOW), None, 0.0)
-    observer.update(compared(Comparison(4, 200_000), generation=4), None, 0.0)
+    observer.update(compared(PaceComparison(4, 200_000), generation=4), None, 0.0)
     assert len(caplog.records) == 1
 
 

@@ -19,11 +19,11 @@ from elastic_agent.agent.observability.page import (
     Board,
     read_page,
 )
-from elastic_agent.agent.observability.sources import Found, Source
+from elastic_agent.agent.observability.sources import FoundJob, JobSource
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState
 from elastic_agent.agent.observability.steps import StepRate
-from elastic_agent.agent.output.journal import EVENT, Journal, Kind
-from elastic_agent.health.http import Request
+from elastic_agent.agent.output.journal import EVENT, EventKind, Journal
+from elastic_agent.health.http import PageRequest
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -72,14 +72,14 @@ def test_the_whole_job_is_there_in_bounded_memory(hours: int) -> None:
 # --- The state
 
 
-def found_job(nodes: int) -> Found:
+def found_job(nodes: int) -> FoundJob:
     """A job of so many nodes of 8 workers each."""
     records = tuple(NodeRecord(f"n{place}", f"n{place}-1", f"h{place}", 1000, 8) for place in range(nodes))
     members = tuple(
         Member(record.node, record.incarnation, 8, 8 * place) for place, record in enumerate(records)
     )
     world = World("digits", 3, Phase.RUNNING, members, Endpoint("h0", 29500), Cause(CauseKind.START))
-    return Found("agent h0:9100", JobStatus("digits", world, records, "n0", complete=True))
+    return FoundJob("agent h0:9100", JobStatus("digits", world, records, "n0", complete=True))
 
 
 def job_of(nodes: int, **changes: Any) -> JobReport:
@@ -94,7 +94,7 @@ def job_of(nodes: int, **changes: Any) -> JobReport:
     return report(found, answers)
 
 
-class OneJob(Source):
+class OneJob(JobSource):
     """Where the state comes from, in a test."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class OneJob(Source):
         self.problem: Exception | None = None
         self.nodes = 2
 
-    def jobs(self) -> list[Found]:
+    def jobs(self) -> list[FoundJob]:
         self.looks += 1
         if self.problem is not None:
             raise self.problem
@@ -142,7 +142,7 @@ def board(source: OneJob, journal: Journal, node: NodeState) -> Board:
 
 
 def state(board: Board) -> Any:
-    page = board.overview(Request({}))
+    page = board.overview(PageRequest({}))
     assert page.status is HTTPStatus.OK
     return json.loads(page.body)
 
@@ -216,8 +216,8 @@ def test_what_fails_while_it_looks_is_shown_and_ends_nothing(
 
 def test_events_are_given_from_a_number_on(board: Board, journal: Journal) -> None:
     for number in range(MOST_EVENTS + 2):
-        journal.note(Kind.DRAIN, f"{number} \u2028 <script>")
-    page = board.events(Request({"since": "1"}))
+        journal.note(EventKind.DRAIN, f"{number} \u2028 <script>")
+    page = board.events(PageRequest({"since": "1"}))
     document = json.loads(page.body)
     assert page.status is HTTPStatus.OK
     assert [event["number"] for event in document["events"]] == list(range(2, MOST_EVENTS + 2))
@@ -227,7 +227,7 @@ def test_events_are_given_from_a_number_on(board: Board, journal: Journal) -> No
 
 @pytest.mark.parametrize("since", ["-1", "x", "1.5", "", "٣", "9" * 40])
 def test_a_number_that_is_none_is_refused_with_what_was_expected(board: Board, since: str) -> None:
-    page = board.events(Request({"since": since}))
+    page = board.events(PageRequest({"since": since}))
     assert page.status is HTTPStatus.BAD_REQUEST
     assert b"expected a whole number" in page.body
 

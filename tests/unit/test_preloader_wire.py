@@ -14,8 +14,8 @@ from elastic_agent.agent.workers.processes.spare_wire import (
     CODEC,
     BecomeWorker,
     Fork,
-    Loaded,
     Message,
+    Preloaded,
     pair,
     receive,
     send,
@@ -35,7 +35,7 @@ def channels() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.mark.parametrize(
-    "message", [START, Fork(), Loaded(7, {"torch": "no such module"}), replace(START, args=("y" * 10**6,))]
+    "message", [START, Fork(), Preloaded(7, {"torch": "no such module"}), replace(START, args=("y" * 10**6,))]
 )
 def test_a_message_survives_the_way_there(
     message: Message, channels: tuple[socket.socket, socket.socket]

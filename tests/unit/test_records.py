@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.parse import MOST_NODES
 from elastic_agent.codec import Invalid
 from elastic_agent.health.hang_report import (
-    Finding,
+    HangFinding,
     HangProbe,
     HangSuspicion,
     InGroup,
     RankActivity,
-    RankState,
+    RankReport,
     Recorded,
     Urgency,
 )
 from elastic_agent.health.hang_report import HangReport as Said
-from elastic_agent.health.stragglers import Comparison, Paces, Straggler
+from elastic_agent.health.stragglers import PaceComparison, Paces, Straggler
 from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.messages import Exclusion, Limits, Program, Recheck
 from elastic_agent.rendezvous.records import (
@@ -96,10 +96,12 @@ NODE = NodeRecord(
     role="trainer",
     recheck=Recheck(2, False, "/dev/shm is full"),
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
-    comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
+    comparison=PaceComparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
     suspicion=HangSuspicion(3, "no step for 5 s", Urgency.EARLY),
     hang_report=Said(
-        3, 1, (RankState(0, RankActivity.WAITS, 17, 5.0), RankState(1, RankActivity.OTHER, recorded=RECORDED))
+        3,
+        1,
+        (RankReport(0, RankActivity.WAITS, 17, 5.0), RankReport(1, RankActivity.OTHER, recorded=RECORDED)),
     ),
 )
 WORLD = World(
@@ -121,7 +123,7 @@ WORLD = World(
     ),
     standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
-    inquiry=HangProbe(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps", "a", 0),
+    inquiry=HangProbe(2, Urgency.OVERDUE, HangFinding.LIKELY, "rank 0 sleeps", "a", 0),
 )
 INTRODUCTION = PeerStatus("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)

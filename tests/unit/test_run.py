@@ -19,8 +19,8 @@ from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main import assembly
 from elastic_agent.agent.main import run as life
-from elastic_agent.agent.main.assembly import Agent, Listeners, Prepared
-from elastic_agent.agent.main.loop import Ending, Loop
+from elastic_agent.agent.main.assembly import Agent, Listeners, PreparedProcess
+from elastic_agent.agent.main.loop import AgentEnd, Loop
 from elastic_agent.agent.main.process import ServiceManager
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_opening import policy_of
@@ -64,7 +64,7 @@ def agent(calls: list[str], machine: Machine) -> Agent:
     console = cast(Console, Ignored())
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     subreaper = cast(Subreaper, Ignored())
-    prepared = Prepared("a-1", events, IoThread(), subreaper, adoption_error="")
+    prepared = PreparedProcess("a-1", events, IoThread(), subreaper, adoption_error="")
     return Agent(CONFIG, "a", prepared, {}, manager, console, machine)
 
 
@@ -73,8 +73,8 @@ def machine(tmp_path: Path) -> Machine:
     return inspect_machine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
 
 
-def ended(code: ExitCode) -> Ending:
-    return Ending(code, "it is over")
+def ended(code: ExitCode) -> AgentEnd:
+    return AgentEnd(code, "it is over")
 
 
 def test_the_lease_is_given_up_after_the_loop_has_ended_with_its_workers(

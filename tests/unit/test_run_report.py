@@ -27,7 +27,7 @@ from elastic_agent.agent.commands.report import (
     report_of,
 )
 from elastic_agent.agent.observability.training_account import Activity
-from elastic_agent.agent.output.journal import JobEvent, Kind
+from elastic_agent.agent.output.journal import EventKind, JobEvent
 
 EPOCH = 1_000_000.0
 
@@ -47,9 +47,9 @@ class Journal(list[JobEvent]):
     def begin(self, at: float) -> None:
         self._number, self._at, self._spent = 0, at, dict.fromkeys(Activity, 0.0)
         self.blocked_s = 0.0
-        self.note(Kind.AGENT_STARTED)
+        self.note(EventKind.AGENT_STARTED)
 
-    def note(self, kind: Kind, generation: int | None = None, **more: Any) -> None:
+    def note(self, kind: EventKind, generation: int | None = None, **more: Any) -> None:
         self._generation = self._generation if generation is None else generation
         self._number += 1
         at = EPOCH + self._at + self._ahead_s
@@ -72,7 +72,7 @@ class Journal(list[JobEvent]):
             self._at += spent
         if told:
             self.note(
-                Kind.ACCOUNTING,
+                EventKind.ACCOUNTING,
                 seconds={
                     "blocked": self.blocked_s,
                     **{activity.value: spent for activity, spent in self._spent.items()},
@@ -95,24 +95,24 @@ def failing_once() -> Journal:
     a = Journal("a")
     a.begin(0.0)
     a.spend(waiting=5.0)
-    a.note(Kind.WORLD, 1, cause="start", counts={"nodes": 1, "workers": 2})
-    a.note(Kind.LOAD)
+    a.note(EventKind.WORLD, 1, cause="start", counts={"nodes": 1, "workers": 2})
+    a.note(EventKind.LOAD)
     a.spend(start=1.0, init=3.0)
     a.spend(productive=60.0)
-    a.note(Kind.FAILURE, rank=1, about="a", cause="killed")
+    a.note(EventKind.FAILURE, rank=1, about="a", cause="killed")
     a.spend(detect=0.5, stop=1.0, rendezvous=0.5)
-    a.note(Kind.WORLD, 2, cause="killed", about="a", counts={"nodes": 1, "workers": 2})
-    a.note(Kind.LOAD)
+    a.note(EventKind.WORLD, 2, cause="killed", about="a", counts={"nodes": 1, "workers": 2})
+    a.note(EventKind.LOAD)
     a.spend(start=1.0, init=3.0, load=2.0, first_step=1.0)
     a.note(
-        Kind.RECOVERY,
+        EventKind.RECOVERY,
         cause="process",
         seconds={"detect": 0.5, "stop": 1, "rendezvous": 0.5, "start": 1, "init": 3, "load": 2, "step": 1},
     )
     a.spend(recompute=10.0, productive=60.0)
-    a.note(Kind.JOB_ENDED, cause="succeeded")
+    a.note(EventKind.JOB_ENDED, cause="succeeded")
     a.spend(waiting=7.0)
-    a.note(Kind.AGENT_ENDED, counts={"code": 0})
+    a.note(EventKind.AGENT_ENDED, counts={"code": 0})
     return a
 
 
@@ -186,7 +186,7 @@ def test_what_an_agent_did_after_its_last_account_is_not_known() -> None:
     a.begin(0.0)
     a.spend(productive=10.0)
     a.spend(productive=30.0, told=False)
-    a.note(Kind.FAILURE, about="a")
+    a.note(EventKind.FAILURE, about="a")
     assert shown(report(a)) == {"productive": 10.0}
 
 
@@ -208,22 +208,22 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_most_frequen
         for generation, (cause, about) in enumerate(
             [("start", ""), ("killed", "b"), ("killed", "b"), ("lost", "c"), ("join", "c")], 1
         ):
-            node.note(Kind.WORLD, generation, cause=cause, about=about)
+            node.note(EventKind.WORLD, generation, cause=cause, about=about)
             node.spend(productive=10.0)
-            node.note(Kind.STRAGGLER, rank=0, about="a", cause="slow")
-            node.note(Kind.STRAGGLER, rank=0, about="a", cause="recovered")
+            node.note(EventKind.STRAGGLER, rank=0, about="a", cause="slow")
+            node.note(EventKind.STRAGGLER, rank=0, about="a", cause="recovered")
             if generation in (1, 2):
-                node.note(Kind.FAILURE, rank=1, about="b", cause="killed")
+                node.note(EventKind.FAILURE, rank=1, about="b", cause="killed")
         for times in (1, 2):
-            node.note(Kind.EXCLUSION, about="b", counts={"times": times})
-        node.note(Kind.FAILURE, rank=1, about="b", cause="hang")
-        node.note(Kind.JOB_ENDED, cause="restarts_exhausted")
+            node.note(EventKind.EXCLUSION, about="b", counts={"times": times})
+        node.note(EventKind.FAILURE, rank=1, about="b", cause="hang")
+        node.note(EventKind.JOB_ENDED, cause="restarts_exhausted")
     late = Journal("late")
     late.begin(45.0)
-    late.note(Kind.WORLD, 6, cause="join", about="late")
-    late.note(Kind.EXCLUSION, about="b", counts={"times": 2})
+    late.note(EventKind.WORLD, 6, cause="join", about="late")
+    late.note(EventKind.EXCLUSION, about="b", counts={"times": 2})
     late.begin(50.0)
-    late.note(Kind.EXCLUSION, about="b", counts={"times": 2})
+    late.note(EventKind.EXCLUSION, about="b", counts={"times": 2})
     assert report(*journals, late).troubles == {
         ("slow", "a"): 5,
         ("excluded", "b"): 2,
@@ -238,21 +238,21 @@ def test_a_hang_is_put_down_to_the_node_that_the_next_world_or_the_end_names() -
     journals = [Journal(name) for name in ("a", "b")]
     for node in journals:
         node.begin(0.0)
-        node.note(Kind.WORLD, 1, cause="start")
+        node.note(EventKind.WORLD, 1, cause="start")
         node.spend(productive=10.0)
-        node.note(Kind.VERDICT, cause="certain")
-        node.note(Kind.FAILURE, cause="hang")
-        node.note(Kind.WORLD, 2, cause="hang", about="b")
+        node.note(EventKind.VERDICT, cause="certain")
+        node.note(EventKind.FAILURE, cause="hang")
+        node.note(EventKind.WORLD, 2, cause="hang", about="b")
         node.spend(productive=10.0)
-        node.note(Kind.WORLD, 3, cause="join", about="a")
-        node.note(Kind.FAILURE, cause="hang")
-        node.note(Kind.JOB_ENDED, cause="crash_loop", about="b")
+        node.note(EventKind.WORLD, 3, cause="join", about="a")
+        node.note(EventKind.FAILURE, cause="hang")
+        node.note(EventKind.JOB_ENDED, cause="crash_loop", about="b")
     assert report(*journals).troubles == {("hang", "b"): 2, ("join", "a"): 1}
 
 
 def test_a_failure_that_ended_the_job_is_a_cause_like_the_others() -> None:
     a = failing_once()
-    a.note(Kind.FAILURE, 2, about="a", cause="disk_full")
+    a.note(EventKind.FAILURE, 2, about="a", cause="disk_full")
     assert report(a).troubles == {("disk_full", "a"): 1, ("killed", "a"): 1}
 
 
@@ -344,7 +344,9 @@ def any_journals(draw: st.DrawFn) -> list[Journal]:
             node.begin(at)
             for _ in range(draw(st.integers(0, 6))):
                 generation = node._generation + draw(st.integers(0, 1))
-                kind = draw(st.sampled_from([Kind.WORLD, Kind.DRAIN, Kind.LOAD, Kind.FAILURE]))
+                kind = draw(
+                    st.sampled_from([EventKind.WORLD, EventKind.DRAIN, EventKind.LOAD, EventKind.FAILURE])
+                )
                 node.note(kind, generation, about=f"node{number}", cause=draw(st.sampled_from(["", "lost"])))
                 node.blocked_s += draw(SECONDS)
                 spent: Mapping[str, float] = draw(
@@ -371,7 +373,7 @@ def test_the_seconds_add_up_to_the_wall_clock_whatever_the_journals_say(journals
         event.seconds.get(PRODUCTIVE, 0.0)
         for journal in journals
         for event in journal
-        if event.kind is Kind.ACCOUNTING
+        if event.kind is EventKind.ACCOUNTING
     )
     assert found.seconds[PRODUCTIVE] <= spent + 1e-5, "a job has no second that none of its nodes has"
     assert list(lines(found))
@@ -424,9 +426,17 @@ def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None
 
 def test_a_job_that_ended_before_its_first_account_by_a_clock_set_back_is_shown() -> None:
     account = JobEvent(
-        number=1, at=100.0, node="a", generation=0, kind=Kind.ACCOUNTING, text="-", seconds={"waiting": 5.0}
+        number=1,
+        at=100.0,
+        node="a",
+        generation=0,
+        kind=EventKind.ACCOUNTING,
+        text="-",
+        seconds={"waiting": 5.0},
     )
-    end = JobEvent(number=2, at=90.0, node="a", generation=1, kind=Kind.JOB_ENDED, text="-", cause="failed")
+    end = JobEvent(
+        number=2, at=90.0, node="a", generation=1, kind=EventKind.JOB_ENDED, text="-", cause="failed"
+    )
     report = report_of("digits", [[account, end]])
     assert report is not None
     assert report.wall_s == 0.0

@@ -15,7 +15,7 @@ from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.observability.job_report import as_json
-from elastic_agent.agent.observability.sources import AgentsSource, Found, Source, StoreSource
+from elastic_agent.agent.observability.sources import AgentsSource, FoundJob, JobSource, StoreSource
 from elastic_agent.agent.observability.status import JobStatus
 from elastic_agent.cli import main
 from elastic_agent.rendezvous.records import Endpoint
@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOBODY = Endpoint("127.0.0.1", 1)
 
 
-def source(*words: str, **environ: str) -> Source:
+def source(*words: str, **environ: str) -> JobSource:
     return choose_source(read_argv(words, STATUS_OPTIONS), environ)
 
 
@@ -45,7 +45,7 @@ STORE = ("--rdzv-endpoint", "node1:29400")
         (("--nproc-per-node", "2"), AgentsSource),
     ],
 )
-def test_the_source(words: tuple[str, ...], kind: type[Source]) -> None:
+def test_the_source(words: tuple[str, ...], kind: type[JobSource]) -> None:
     assert type(source(*words)) is kind
 
 
@@ -118,8 +118,8 @@ def test_a_variable_that_no_agent_knows_matters_only_to_who_asks_the_store() -> 
 def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
     here = source(ELASTIC_AGENT_RDZV_ENDPOINT="127.0.0.1:1", ELASTIC_AGENT_RDZV_ID="j")
-    monkeypatch.setattr(StoreSource, "jobs", lambda self: [Found("store", JOB)])
-    assert here.jobs() == [Found("store", JOB)]
+    monkeypatch.setattr(StoreSource, "jobs", lambda self: [FoundJob("store", JOB)])
+    assert here.jobs() == [FoundJob("store", JOB)]
     with pytest.raises(CannotDo) as nothing:
         source().jobs()
     assert nothing.value.code is ExitCode.NOT_FOUND
@@ -130,12 +130,12 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
 ) -> None:
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
     asked = choose_source(read_argv([], STATUS_OPTIONS), {}, "digits")
-    monkeypatch.setattr(AgentsSource, "jobs", lambda self: [Found("agent", JOB)])
-    assert asked.jobs() == [Found("agent", JOB)]
+    monkeypatch.setattr(AgentsSource, "jobs", lambda self: [FoundJob("agent", JOB)])
+    assert asked.jobs() == [FoundJob("agent", JOB)]
     monkeypatch.undo()
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
 
-    def away(self: StoreSource) -> list[Found]:
+    def away(self: StoreSource) -> list[FoundJob]:
         raise CannotDo(ExitCode.NO_ANSWER, "no agent hosts it")
 
     monkeypatch.setattr(StoreSource, "jobs", away)
@@ -143,11 +143,11 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
         asked.jobs()
 
 
-class FakeSource(Source):
-    def __init__(self, answer: list[Found] | CannotDo) -> None:
+class FakeSource(JobSource):
+    def __init__(self, answer: list[FoundJob] | CannotDo) -> None:
         self.answer = answer
 
-    def jobs(self) -> list[Found]:
+    def jobs(self) -> list[FoundJob]:
         if isinstance(self.answer, CannotDo):
             raise self.answer
         return self.answer
@@ -157,13 +157,13 @@ class FakeSource(Source):
 def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets the command take a source with this answer."""
 
-    def take(answer: list[Found] | CannotDo) -> None:
+    def take(answer: list[FoundJob] | CannotDo) -> None:
         monkeypatch.setattr(status, "choose_source", lambda *_: FakeSource(answer))
 
     return take
 
 
-EMPTY = [Found("agent", JobStatus("digits", None, (), None, complete=True))]
+EMPTY = [FoundJob("agent", JobStatus("digits", None, (), None, complete=True))]
 NO_JOB = CannotDo(ExitCode.NO_JOB, "no such job")
 
 
@@ -176,7 +176,7 @@ def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_several_jobs_are_all_shown(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    through([*EMPTY, Found("agent", JobStatus("letters", None, (), None, complete=True))])
+    through([*EMPTY, FoundJob("agent", JobStatus("letters", None, (), None, complete=True))])
     assert main(["status"]) == 0
     out = capsys.readouterr().out
     assert "job digits" in out
@@ -187,7 +187,7 @@ def test_agents_without_an_answer_have_a_block_of_their_own_at_the_end(
     through: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FakeSource, "silent", ("the agent at h:1 gives no answer",))
-    through([*EMPTY, Found("agent", JobStatus("letters", None, (), None, complete=True))])
+    through([*EMPTY, FoundJob("agent", JobStatus("letters", None, (), None, complete=True))])
     assert main(["status"]) == 0
     assert capsys.readouterr().out.endswith("\n\n! the agent at h:1 gives no answer\n")
     through(EMPTY)

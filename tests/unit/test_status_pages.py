@@ -25,7 +25,7 @@ from elastic_agent.agent.observability.status import (
 from elastic_agent.codec import Invalid
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.metrics import Build, Metrics
-from elastic_agent.health.stragglers import Comparison, Paces, Straggler
+from elastic_agent.health.stragglers import PaceComparison, Paces, Straggler
 from elastic_agent.rendezvous.messages import MAX_EXCLUSION_REASON, Exclusion
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -434,7 +434,7 @@ def test_what_is_not_known_is_no_level(node: NodeState) -> None:
 
 
 def test_the_paces_are_those_of_this_node_s_ranks(node: NodeState) -> None:
-    slow = Comparison(3, 200_000, (Straggler("b", 3, 280_000), Straggler("a", 1, 280_000)))
+    slow = PaceComparison(3, 200_000, (Straggler("b", 3, 280_000), Straggler("a", 1, 280_000)))
     paces = Paces(3, 20, 300_000, (210_000, 280_000))
     seen = NodeSnapshot("a", "a-1", world=WORLD, comparison=slow, paces=paces)
     node.update(seen, None, "running")

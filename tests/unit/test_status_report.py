@@ -11,10 +11,10 @@ import pytest
 
 from elastic_agent.agent.commands.status import lines, span
 from elastic_agent.agent.observability.job_report import JobReport, as_json, report
-from elastic_agent.agent.observability.sources import Found, NodeAnswer, Unreachable
+from elastic_agent.agent.observability.sources import FoundJob, NodeAnswer, Unreachable
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeStatus
 from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.stragglers import Comparison, Straggler
+from elastic_agent.health.stragglers import PaceComparison, Straggler
 from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -49,15 +49,17 @@ def status(name: str, **more: Any) -> NodeStatus:
     return replace(STATUS, node=name, incarnation=f"{name}-1", **more)
 
 
-def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C), **more: Any) -> Found:
-    return Found("agent 10.0.0.1:9100", JobStatus("digits", world, nodes, "a", **{"complete": True, **more}))
+def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C), **more: Any) -> FoundJob:
+    return FoundJob(
+        "agent 10.0.0.1:9100", JobStatus("digits", world, nodes, "a", **{"complete": True, **more})
+    )
 
 
 ALL = {f"{name}-1": status(name) for name in "abc"}
 
 
 def made(
-    one: Found | None = None,
+    one: FoundJob | None = None,
     answers: Mapping[str, NodeAnswer] = ALL,
 ) -> JobReport:
     return report(one or found(), answers)
@@ -175,7 +177,7 @@ def test_a_node_that_was_not_asked_is_hidden() -> None:
 
 def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_listed() -> None:
     asked = status("d", state="init", waiting_for="the rendezvous store")
-    job = made(Found("agent", JobStatus("digits", None, (), None, complete=False, agent=asked)), {})
+    job = made(FoundJob("agent", JobStatus("digits", None, (), None, complete=False, agent=asked)), {})
     assert states(job) == [("d", "", "init")]
     assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
 
@@ -376,7 +378,11 @@ def test_a_job_that_has_ended_names_its_result() -> None:
         (
             made(
                 found(
-                    nodes=(replace(A, comparison=Comparison(3, 50_000, (Straggler("b", 3, 75_000),))), B, C)
+                    nodes=(
+                        replace(A, comparison=PaceComparison(3, 50_000, (Straggler("b", 3, 75_000),))),
+                        B,
+                        C,
+                    )
                 )
             ),
             "! rank 3 on node b is slower than the others, which wait for it: it works 0.075 s for a step, 0.05 s "

@@ -92,10 +92,10 @@ def main(agent_pid: int, names: Sequence[str]) -> Run:
     imported = load(names)
     try:
         imported.check()
-        wire.send(channel, wire.Loaded(imported.count, imported.skipped, tuple(sorted(imported.reads))))
+        wire.send(channel, wire.Preloaded(imported.count, imported.skipped, tuple(sorted(imported.reads))))
         born = _serve(channel, imported)
     except Unfit as unfit:
-        wire.send(channel, wire.Problem(str(unfit)))
+        wire.send(channel, wire.CannotFork(str(unfit)))
         os._exit(0)
     if born is None:
         os._exit(0)  # what modules have registered for the end is for workers to do
@@ -221,7 +221,7 @@ def _become_worker(
 
     def report(problem: str) -> None:
         with contextlib.suppress(OSError):  # the agent has ended
-            wire.send(channel, wire.Problem(problem))
+            wire.send(channel, wire.CannotFork(problem))
 
     run = become(start, imported, report)
     channel.close()

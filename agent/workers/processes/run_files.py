@@ -23,7 +23,7 @@ from ....codec import Document, Invalid, shown
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import clean
 from ...common.folders import SERVICES, temporary_places, try_out
-from ...configuration.parse import Source
+from ...configuration.parse import OptionSource
 from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ SCHEMA = 1
 STORE_OPTIONS = tuple(
     option.name
     for option in (BACKEND, ENDPOINT, JOB_ID, POOL, *ETCD_OPTIONS)
-    if Source.FILE in option.sources
+    if OptionSource.FILE in option.sources
 )
 MAX_PARENT_BYTES = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""

@@ -36,7 +36,7 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Preloaded:
     """From the fork server: so many modules are loaded; `skipped` has others, and why.
 
     `reads`: the variables that they have read of its environment."""
@@ -54,7 +54,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CannotFork:
     """From a spare that is to become a worker: why it starts cold. From the fork server, which ends: why no
     spares can be forked."""
 
@@ -91,9 +91,9 @@ class ServeStore:
     """To a spare: serve the workers' store on the listening socket that comes with this, and a place for stderr."""
 
 
-Message: TypeAlias = Fork | Loaded | Ready | Problem | BecomeWorker | ServeStore
+Message: TypeAlias = Fork | Preloaded | Ready | CannotFork | BecomeWorker | ServeStore
 CODEC: Codec[Message] = Codec(
-    (Fork, Loaded, Ready, Problem, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
+    (Fork, Preloaded, Ready, CannotFork, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
 )
 
 

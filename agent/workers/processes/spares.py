@@ -246,12 +246,12 @@ class Spares:
         if received is None:
             return  # it is ending
         message = received[0]
-        if isinstance(message, wire.Problem):
+        if isinstance(message, wire.CannotFork):
             self._end()
             self.why_cold = f"the fork server cannot be forked: {message.text}"
             log.warning("workers start cold from now on: %s", self.why_cold)
             return
-        if isinstance(message, wire.Loaded):
+        if isinstance(message, wire.Preloaded):
             server.loaded, server.reads = True, frozenset(message.reads)
             self.why_cold = "no process could be forked"
             log.info("preloaded %d modules in %.1f s", message.modules, self._clock() - server.since)
@@ -290,7 +290,7 @@ class Spares:
             received = wire.receive(spare.channel)
         except (OSError, Invalid):
             received = None
-        if received is not None and isinstance(problem := received[0], wire.Problem):
+        if received is not None and isinstance(problem := received[0], wire.CannotFork):
             log.warning("worker process %d is no fork: %s", spare.pid, problem.text)
         spare.channel.close()
 
