@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import sys
 import threading
 import time
 import zlib
@@ -45,6 +44,7 @@ from ...worker.storage.replication.messages import (
 )
 from ...worker.storage.replication.replica_rules import is_abandoned
 from ...worker.wire.messages import ReplicationReport
+from ..workers.processes.proc import say
 from .copies import MOST_ORDERS, CopyReader, copies_of
 
 SILENCE_S = 10.0
@@ -250,7 +250,7 @@ class _Order:
             self._failing_since.pop(partner.node, None)
             if partner.node in self._unreachable:
                 self._unreachable.discard(partner.node)
-                _say(f"node {partner.node} takes replicas again")
+                say(f"node {partner.node} takes replicas again")
             if self._ended or not self._has(copy):
                 return
             key = copy.folder.name, copy.slot
@@ -268,7 +268,7 @@ class _Order:
             if partner.node in self._unreachable or not (lasts or now - since >= UNREACHABLE_AFTER_S):
                 return
             self._unreachable.add(partner.node)
-            _say(
+            say(
                 f"node {partner.node} at {partner.address} does not take replicas, and training goes on without them:"
                 f" {error}. It is asked again and again; until it does, the loss of this node may cost the steps since"
                 " the last checkpoint on disk"
@@ -311,11 +311,6 @@ class _Order:
             lag_s = time.monotonic() - max(seen)
         self._reported = version, unreachable
         self._report(ReplicationReport(*version, lag_s, self._of.sent_bytes, 0, unreachable))
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the agent's console stands still
-        print(f"elastic-agent: {text}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- pushing

@@ -60,6 +60,7 @@ from ...worker.wire.channel import receive
 from ...worker.wire.messages import ReplicationReport
 from ...worker.wire.messages import encode as encode_report
 from ..common.events import IoThread
+from ..workers.processes.proc import say
 from .copies import CopyReader, Seals, VerifiedPieces, copies_of, keep, kept_orders
 from .receiver import Receiver
 from .replicator import Replicator
@@ -85,7 +86,7 @@ def main(memory: str, limit: str, node: str, reports: str, listener: str) -> Non
 
 def _failed(name: str, error: BaseException) -> None:
     """The agent starts another process."""
-    _say(f"the memory server ends, its thread {name} has failed: {error!r}")
+    say(f"the memory server ends, its thread {name} has failed: {error!r}")
     os._exit(1)
 
 
@@ -194,7 +195,7 @@ class Server:
                 try:
                     order = receive(connection, ORDERS, ORDER_S)
                 except (OSError, Invalid) as error:
-                    _say(f"an order to the memory server is left: {error}")
+                    say(f"an order to the memory server is left: {error}")
                     continue
             if isinstance(order, Replicate):
                 keep(self._memory, order)
@@ -213,7 +214,7 @@ class Server:
                 part()
             except OSError as error:
                 if os.path.isdir(self._memory):  # else the agent ends
-                    _say(f"an order is not carried out as it should be: {type(order).__name__}: {error}")
+                    say(f"an order is not carried out as it should be: {type(order).__name__}: {error}")
 
 
 def _report_to(path: str, report: ReplicationReport) -> None:
@@ -229,11 +230,6 @@ def _raise_descriptors() -> None:
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the agent's console stands still
-        print(f"elastic-agent: {text}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- entrance

@@ -23,7 +23,6 @@ import queue
 import random
 import select
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -58,6 +57,7 @@ from ...worker.wire.messages import (
     encode,
 )
 from ...worker.wire.run import Run
+from ..workers.processes.proc import say
 
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""
@@ -119,8 +119,7 @@ class _Writer:
                 return
             metadata = _content(files) if isinstance(order, CommitOrder) else b""
         except (OSError, Invalid) as error:
-            with contextlib.suppress(OSError):  # the agent's console stands still
-                print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
+            say(f"an order to write a checkpoint is left: {error}")
             connection.close()
             return
         finally:

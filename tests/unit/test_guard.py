@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.agent.workers.processes.guard import IGNORED
-from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with
+from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with, say
 from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
@@ -132,9 +133,14 @@ def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.Mon
         report = guard._sweep("abc", {sleeper.pid}, 0, "0", "")
     assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
     assert sleeper.wait() == -signal.SIGKILL
-    assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
-    date_and_zone = report.partition(" elastic-agent: ")[0]
-    assert time.strptime(date_and_zone, "%Y-%m-%d %H:%M:%S%z")
+    assert report.endswith(f"killed what its workers left: {sleeper.pid}")
+
+
+def test_its_line_has_date_and_time_zone(capfd: pytest.CaptureFixture[str]) -> None:
+    say("the agent has ended")
+    at, text = capfd.readouterr().err.split(" elastic-agent: ")
+    assert text == "the agent has ended\n"
+    assert abs(time.time() - datetime.strptime(at, "%Y-%m-%d %H:%M:%S%z").timestamp()) < 60.0
 
 
 def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(
@@ -152,7 +158,7 @@ def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(
         patch.setattr(guard, "COMPLETE_WITHIN_S", 0.1)
         report = guard._sweep("abc", set(), 0, "0", "")
     assert sleeper.wait() == -signal.SIGKILL
-    assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
+    assert report.endswith(f"killed what its workers left: {sleeper.pid}")
 
 
 def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:

@@ -38,6 +38,7 @@ from .proc import (
     orphans_with,
     reap_within,
     remove_cgroup,
+    say,
 )
 
 TYPE_CHECKING = False
@@ -200,14 +201,11 @@ def main(incarnation: str, cgroup: str, *folders: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if report:
         signal.alarm(1)  # ends this process where the reader of its stderr has stopped reading
-        try:
-            os.write(2, report.encode())
-        except OSError:
-            pass
+        say(report)
 
 
 def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, cgroup: str) -> str:
-    """Kills what belongs, and returns the line for stderr; empty when nothing was left."""
+    """Kills what belongs, and returns the words for stderr; empty when nothing was left."""
     begun = time.monotonic()
     killed: set[int] = set()
     quiet = 0
@@ -226,8 +224,7 @@ def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, 
         return ""
     unfinished = "" if quiet == 2 else "; some do not die"
     pids = " ".join(map(str, sorted(killed)))
-    now = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    return f"{now} elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
+    return f"the agent has ended; killed what its workers left: {pids}{unfinished}"
 
 
 def _marked_orphans(incarnation: str, since: str) -> tuple[list[int], bool]:

@@ -38,6 +38,15 @@ def open_here(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
+def say(text: str) -> None:
+    """A line beside the agent's log, by a process of its own. Lost where the console does not take it."""
+    try:
+        now = time.strftime("%Y-%m-%d %H:%M:%S%z")
+        os.write(2, f"{now} elastic-agent: {text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        pass
+
+
 class MemoryFile:
     """In this process' memory, until nobody here uses it any more: another one writes there. Raises OSError."""
 
