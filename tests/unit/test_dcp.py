@@ -534,7 +534,6 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int
     def begin(run: str, generation: int) -> None:
         storage_of(str(tmp_path)).files.claim._lock.forget()
         rank_storage._storage.cache_clear()
-        rank_storage._loads.clear()
         for name, value in WorkerEnv(generation, run, "n", 0).variables().items():
             monkeypatch.setenv(name, value)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
-from elastic_agent.worker.dcp.decision import SaveDecision, SaveRequest, WorldRank, decide
+from elastic_agent.worker.dcp.rank_storage import SaveDecision, SaveRequest, WorldRank, decide
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.storage.replication.copy_rule import Readiness, Replication, SlotState
 

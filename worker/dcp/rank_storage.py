@@ -1,7 +1,7 @@
 """What this process has of one checkpoint directory: the disk, and its own slots in the memory of its node.
 
     all ranks     save_request(step, ...)        how the last write ended, and what the slots hold
-    coordinator   decide(requests, ...)          see `decision`
+    coordinator   decide(requests, ...)          what all ranks do
     all ranks     write(save, decision, layout)  a copy in memory that the disk writer has, or a part on disk
     coordinator   commit(save)                   when all have done so
 
@@ -17,13 +17,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..checkpointing.saving.slot_copies import SlotCopies
 from ..checkpointing.sharded.meeting import RankHome
 from ..checkpointing.sharded.shard_replicas import LOOK_S, REPLICA_PATIENCE_S, SLOT_PATIENCE_S, ShardReplicas
-from ..errors import BadCheckpoint, StepNotGrowing
+from ..errors import BadCheckpoint, CheckpointError, StepNotGrowing
 from ..state.sharding.items import Form, Items
 from ..state.sharding.layout import ShardLayout, ShardLayouts
 from ..steps import progress
@@ -36,11 +36,10 @@ from ..storage.disk.sharded_save import ShardedSave
 from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
 from ..storage.memory.slot_memory import CopyUnderWay
 from ..storage.memory.slots import HeldSlot, Slots
-from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy
+from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy, oldest_needed
 from ..wire.environment import WorkerEnv
 from ..wire.files import open_directory
 from ..wire.run import Run, this_run
-from .decision import SaveDecision, SaveRequest, WorldRank
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,96 @@ ENDING_S = 1.0
 """For the thread of a save that has failed, whose future the script may know already."""
 
 HeldCopy = tuple[Slots, HeldSlot]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldRank:
+    """Where a rank is: its number and that of all ranks as the launcher counts them, and its node."""
+
+    rank: int
+    world_size: int
+    home: RankHome
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """By one rank.
+
+    `size` is what it would write, in bytes, before DCP leaves out what other ranks write. `readiness`: of its slots;
+    None: it has no memory for copies. `knows_nodes`: it need not be told where the others are. `last_save_failed`: its
+    newest copy did not reach the disk. `is_busy`: another thread of its process is at a save of the same directory.
+    """
+
+    step: int
+    rank: WorldRank
+    size: int
+    readiness: Readiness | None
+    knows_nodes: bool
+    last_save_failed: bool
+    is_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDecision:
+    """What all ranks do.
+
+    `copies`: each rank copies into memory, into the slot without the version `protected`. `drop_older_than`: older
+    replicas are of no more use, on no node; None: some may be. `homes` are those of all ranks, for the replicas; empty:
+    all know them. `durable`: the save ends when it is on disk. `most_bytes`: what the ranks of one node write, of that
+    node which writes most.
+    """
+
+    copies: bool = False
+    protected: Version | None = None
+    drop_older_than: Version | None = None
+    homes: tuple[RankHome, ...] = ()
+    durable: bool = False
+    most_bytes: int = 0
+
+
+def decide(requests: Sequence[SaveRequest], generation: int, protected: Version | None) -> SaveDecision:
+    """`requests` are by rank, `protected` is as of `may_copy`. Raises CheckpointError for different steps, and for a
+    save that overlaps with another one: what the slots hold would no longer be what the ranks have asked with.
+
+    They copy only where all have memory, and all ranks of the world take part: a slot belongs to a rank of the world.
+    """
+    steps = {rank: one.step for rank, one in enumerate(requests)}
+    if len(set(steps.values())) > 1:
+        raise CheckpointError(
+            f"ranks save different steps, by rank: {steps}; call dcp.save in the same iteration on all ranks"
+        )
+    if busy := [rank for rank, one in enumerate(requests) if one.is_busy]:
+        raise CheckpointError(
+            f"step {requests[0].step} is not saved: ranks {busy} are still at another save of that directory. Wait for "
+            "the future of the last dcp.async_save before the next one"
+        )
+    decision = SaveDecision(
+        durable=any(one.last_save_failed for one in requests),
+        most_bytes=max(sum(sizes) for sizes in _by_node(requests).values()),
+    )
+    everyone = [one.readiness for one in requests if one.readiness is not None]
+    if len(everyone) < len(requests) or not are_the_world([one.rank for one in requests]):
+        return decision
+    verdict = may_copy(everyone, (generation, requests[0].step), protected, must=True)
+    return replace(
+        decision,
+        copies=verdict.decision in (Decision.COPY, Decision.HAVE),
+        protected=verdict.protected,
+        drop_older_than=oldest_needed(everyone, generation),
+        homes=() if all(one.knows_nodes for one in requests) else tuple(one.rank.home for one in requests),
+    )
+
+
+def are_the_world(ranks: Sequence[WorldRank]) -> bool:
+    """Whether these, by rank of DCP's process group, are all ranks of the world, in its order."""
+    return all((one.rank, one.world_size) == (rank, len(ranks)) for rank, one in enumerate(ranks))
+
+
+def _by_node(requests: Sequence[SaveRequest]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for one in requests:
+        found.setdefault(one.rank.home.node, []).append(one.size)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +173,15 @@ class RankStorage:
         self._resumed_from = 0
         self._copied: set[int] = set()
         """The steps that this process has copied."""
+        self.newest_load: Load | None = None
+        """Of this process."""
         self._load: Load | None = None
+        """That the newest save goes on from."""
         self._copied_before_load = -1
-        """The newest step that it has."""
+        """The newest step that this process had copied by then."""
+        self._saving: threading.Thread | None = None
+        """It is at a save, until its part is done."""
+        self._beginning = threading.Lock()
         self._attempts: set[str] = set()
         """Those of this process, as the coordinator."""
         self._is_shared = False
@@ -117,7 +212,7 @@ class RankStorage:
     def save_request(self, step: int, size: int, load: Load | None) -> SaveRequest:
         """`load` is the newest one of this directory, maybe by another process, which has left the save to this one."""
         world_rank = self.world_rank()
-        if not begin_save(self.files.directory):
+        if not self._begin_save():
             return SaveRequest(step, world_rank, size, None, self._knows_nodes, False, is_busy=True)
         with self._lock:
             last_save_failed = not self.await_disk()
@@ -126,6 +221,24 @@ class RankStorage:
             return SaveRequest(
                 step, world_rank, size, self._await_slots(step), self._knows_nodes, last_save_failed
             )
+
+    def _begin_save(self) -> bool:
+        """False: another thread is at a save of this directory."""
+        own = threading.current_thread()
+        with self._beginning:
+            other = self._saving
+            if other is not None and other is not own:
+                other.join(ENDING_S)
+                if other.is_alive():
+                    return False
+            self._saving = own
+        return True
+
+    def end_save(self) -> None:
+        """This thread is not at a save any more. DCP does not tell when another rank has failed: then the thread of
+        `dcp.async_save` ends, and any other one makes a new writer."""
+        if self._saving is threading.current_thread():
+            self._saving = None
 
     def _await_slots(self, step: int) -> Readiness | None:
         """What the slots hold, after a wait that has an end for replicas and readers of these; None: no memory."""
@@ -306,7 +419,12 @@ class RankStorage:
             if homes:
                 self._begin_replicas(homes, version or (0, 0))
 
-    def newer_than(self, step: int) -> tuple[Manifest, ...]:
+    def note_load(self, step: int, run: str) -> None:
+        """This process has loaded that step. What is newer was given up, and counts no more when it saves."""
+        number = self.newest_load.number + 1 if self.newest_load is not None else 1
+        self.newest_load = Load(number, step, run, self._newer_than(step))
+
+    def _newer_than(self, step: int) -> tuple[Manifest, ...]:
         with contextlib.suppress(OSError), open_directory(self.files.directory) as there:
             newer = (one for one in manifest_steps(there) if one > step)
             return tuple(found for one in newer if (found := manifest_of(there, one)) is not None)
@@ -328,44 +446,6 @@ def _verify_older(files: CheckpointFiles, step: int) -> None:
         if older < step and manifest is not None and manifest.is_sharded and files.claim.is_ours(manifest):
             with contextlib.suppress(BadCheckpoint):
                 files.open(older).stream.close()
-
-
-_loads: dict[str, Load] = {}
-"""The newest of this process, by directory."""
-
-
-def note_load(path: str, step: int, run: str) -> None:
-    """This process has loaded that step. What is newer was given up, and counts no more when it saves."""
-    before = _loads.get(path)
-    number = before.number + 1 if before is not None else 1
-    _loads[path] = Load(number, step, run, storage_of(path).newer_than(step))
-
-
-def newest_load(path: str) -> Load | None:
-    return _loads.get(path)
-
-
-_saving: dict[str, threading.Thread] = {}
-"""By directory, the thread of this process that saves there, until its part is done."""
-
-
-def begin_save(path: str) -> bool:
-    """False: another thread is at a save of that directory."""
-    own = threading.current_thread()
-    other = _saving.setdefault(path, own)
-    if other is not own:
-        other.join(ENDING_S)
-        if other.is_alive():
-            return False
-        _saving[path] = own
-    return True
-
-
-def end_save(path: str) -> None:
-    """This thread is not at a save any more. DCP does not tell when another rank has failed: then the thread of
-    `dcp.async_save` ends, and any other one makes a new writer."""
-    if _saving.get(path) is threading.current_thread():
-        del _saving[path]
 
 
 def storage_of(path: str, run: Run | None = None) -> RankStorage:

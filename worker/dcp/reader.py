@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -32,7 +33,8 @@ from ..checkpointing.sharded.offered_copies import offers_of_standbys, shard_cop
 from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group, raise_together
-from ..state.sharding.reading import OpenCopy
+from ..state.sharding.pieces import Box, numel
+from ..state.sharding.reading import OpenCopy, Reader
 from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..storage.disk.dcp_index import index_of
@@ -42,12 +44,13 @@ from ..storage.memory.copy_header import FoundCopy
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, Reason
-from .decision import WorldRank, are_the_world
-from .plans import read_plan
-from .rank_storage import RankStorage, note_load, storage_of
+from .rank_storage import RankStorage, WorldRank, are_the_world, storage_of
 from .writer import refuse_id
 
 logger = logging.getLogger(__name__)
+
+READ_BYTES = 256 << 20
+"""Of tensors that are read before they are copied to their places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ class ElasticStorageReader(StorageReader):
             self._read_from_memory(found, plan, planner)
         if self._wanted is not None:
             self._own().await_disk()  # what is being saved may be newer
-        note_load(self._directory, found.step, found.run)
+        self._own().note_load(found.step, found.run)
         homes: tuple[RankHome, ...] = plan.storage_data
         if homes and WorkerEnv.of(os.environ).run:
             self._own().loaded(found.step, found.version, homes)
@@ -206,7 +209,7 @@ class ElasticStorageReader(StorageReader):
                     rank: memory.open_at(place, found.tables[rank], verify=False)
                     for rank, place in enumerate(found.places)
                 }
-                read_plan(plan, planner, copies)
+                _read_plan(plan, planner, copies)
         except CopiesUnusable as error:
             raise CheckpointError(
                 f"{found.name} cannot be read any more ({error.reason}): load again"
@@ -220,7 +223,7 @@ class ElasticStorageReader(StorageReader):
             open_rank = functools.cache(lambda rank: stack.enter_context(files.open_rank(manifest, rank)))
             try:
                 copies = {rank: OpenCopy(table, _late(open_rank, rank)) for rank, table in tables.items()}
-                read_plan(plan, planner, copies)
+                _read_plan(plan, planner, copies)
             except BadCheckpoint as bad:
                 if not files.has(manifest):
                     raise CheckpointError(
@@ -409,3 +412,51 @@ def _late(open_rank: Callable[[int], DiskCopy], rank: int) -> Callable[[int, mem
 def _table(files: CheckpointFiles, manifest: Manifest, rank: int) -> Table:
     with files.open_rank(manifest, rank) as copy:
         return copy.table
+
+
+# ---------------------------------------------------------------- what a plan reads
+
+
+def _read_plan(plan: LoadPlan, planner: LoadPlanner, copies: Mapping[int, OpenCopy]) -> None:
+    """Raises what the copies' `read` raises."""
+    reader = Reader(copies, None)
+    values = {
+        value.key: (rank, value)
+        for rank in sorted(copies, reverse=True)
+        for value in copies[rank].table.values
+    }
+    tensors = []
+    for item in plan.items:
+        if item.type is LoadItemType.BYTE_IO:
+            rank, value = values[item.storage_index.fqn]
+            archive = bytearray(value.length)
+            copies[rank].read(value.begin, memoryview(archive))
+            planner.load_bytes(item, io.BytesIO(archive))
+        else:
+            tensors.append(item)
+    for group in _groups(tensors):
+        wanted = [(item, reader.want(item.storage_index.fqn, _box(item))) for item in group]
+        reader.read()
+        for item, one in wanted:
+            place = planner.resolve_tensor(item).detach()
+            place.copy_(one.tensor)
+            planner.commit_tensor(item, place)
+
+
+def _box(item: ReadItem) -> Box:
+    begin = item.storage_index.offset or (0,) * len(item.lengths)
+    offsets = tuple(at + more for at, more in zip(begin, item.storage_offsets, strict=True))
+    return Box(offsets, tuple(item.lengths))
+
+
+def _groups(items: list[ReadItem]) -> Iterator[list[ReadItem]]:
+    group: list[ReadItem] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += numel(item.lengths) * 8  # no element is larger, but complex ones
+        if size >= READ_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

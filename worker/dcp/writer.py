@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -10,22 +11,24 @@ from dataclasses import dataclass, replace
 from pickle import dumps
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..errors import SaveFailed, StepNotGrowing
+from ..errors import CheckpointMismatch, NotPlainData, SaveFailed, StepNotGrowing
+from ..state.sharding.items import Form, Items, Row
+from ..state.sharding.pieces import numel, without_plain_values
+from ..state.sharding.table import Table
 from ..steps import progress
 from ..storage.disk.manifests import Manifest, step_number
 from ..storage.disk.shard_files import data_name
 from ..storage.disk.sharded_save import ShardedSave
 from ..wire.messages import SaveResult
 from ..wire.run import Run
-from .decision import SaveDecision, SaveRequest, decide
-from .plans import items_of, results_of, size_of
-from .rank_storage import HeldCopy, RankStorage, end_save, newest_load, storage_of
+from .rank_storage import HeldCopy, RankStorage, SaveDecision, SaveRequest, decide, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,13 @@ class ElasticStorageWriter(StorageWriter):
         self._directory = os.path.abspath(directory)
         self._keep = keep
         self._durable = durable
-        self._load = newest_load(self._directory)
+        self._load = self._own().newest_load
         """A process of DCP's own that saves has not loaded anything: it gets this object."""
         self._target: _Target | None = None
         self._held_copy: HeldCopy | None = None
         """The coordinator's copy, which the disk writer has not been given yet."""
         self._started_s = 0.0
-        end_save(self._directory)
+        self._own().end_save()
 
     @property
     def checkpoint_id(self) -> str:
@@ -93,7 +96,7 @@ class ElasticStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._started_s = time.monotonic()
-        return replace(plan, storage_data=self._own().save_request(self._step, size_of(plan), self._load))
+        return replace(plan, storage_data=self._own().save_request(self._step, _size_of(plan), self._load))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         own = self._own()
@@ -114,7 +117,7 @@ class ElasticStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with contextlib.ExitStack() as at_the_end:
-            at_the_end.callback(end_save, self._directory)
+            at_the_end.callback(self._own().end_save)
             written = self._write(plan, planner)
             if self._target is not None and self._target.rank == 0:
                 at_the_end.pop_all()  # `finish` follows
@@ -130,11 +133,11 @@ class ElasticStorageWriter(StorageWriter):
         storage = storage_of(self._directory, target.run)
         if target.is_there:
             storage.require_shared(target.attempt, target.rank)
-        layout = storage.lay_out(lambda before: items_of(plan, planner, target.rank, before))
+        layout = storage.lay_out(lambda before: _items_of(plan, planner, target.rank, before))
         with self._as_save_failed():
             self._held_copy = storage.write(target.save, target.decision, layout)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(results_of(plan, layout.table, data_name(target.rank)))
+        written.set_result(_results_of(plan, layout.table, data_name(target.rank)))
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -153,7 +156,7 @@ class ElasticStorageWriter(StorageWriter):
                 size = own.commit(save, held_copy, keep=self._keep, durable=target.decision.durable)
             saved = True
         finally:
-            end_save(self._directory)
+            own.end_save()
             if held_copy is None:  # the agent reports what its disk writer does
                 took_s = time.monotonic() - self._started_s
                 result: SaveResult = "ok" if saved else "error"
@@ -196,3 +199,60 @@ def refuse_id(checkpoint_id: object) -> None:
             f"leave checkpoint_id out: it is {checkpoint_id!r}, and ElasticStorageWriter(directory, step=) and "
             "ElasticStorageReader(directory) say themselves where a checkpoint lies, and of which step it is"
         )
+
+
+# ---------------------------------------------------------------- what a plan writes
+
+
+def _size_of(plan: SavePlan) -> int:
+    """Of its tensors, in bytes."""
+    return sum(
+        numel(tuple(item.tensor_data.chunk.sizes)) * item.tensor_data.properties.dtype.itemsize
+        for item in plan.items
+        if item.tensor_data is not None
+    )
+
+
+def _items_of(plan: SavePlan, planner: SavePlanner, rank: int, before: Form | None) -> Items:
+    """`before` is the form of the last save: the same object, where nothing but contents has changed."""
+    paths = plan.planner_data or {}
+    rows: list[Row] = []
+    tensors: list[torch.Tensor] = []
+    values: list[tuple[str, tuple[str | int, ...], bytes, bool]] = []
+    for item in plan.items:
+        key, data = item.index.fqn, planner.resolve_data(item)
+        path = tuple(paths.get(key, (key,)))
+        if item.type is WriteItemType.BYTE_IO:
+            assert isinstance(data, io.BytesIO)
+            values.append((key, path, data.getvalue(), True))
+            continue
+        assert isinstance(data, torch.Tensor)
+        assert item.tensor_data is not None
+        if kind := without_plain_values(data):
+            raise NotPlainData(
+                f"{key!r} is {kind}, which ElasticStorageWriter does not carry: save a plain tensor"
+            )
+        shape, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
+        row = Row(path, key, data.dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), False, len(tensors))
+        if tuple(data.shape) != row.sizes:
+            raise CheckpointMismatch(
+                f"the plan gives {key!r} the sizes {row.sizes}, it has {tuple(data.shape)}"
+            )
+        rows.append(row)
+        tensors.append(data.detach())
+    form = before if before is not None and before.rows == tuple(rows) else Form(rows, len(tensors))
+    # DCP lets one rank write what several have: no rank's copy can stand for another's.
+    return Items(form, tensors, values, True, rank)
+
+
+def _results_of(plan: SavePlan, table: Table, file: str) -> list[WriteResult]:
+    places = {(row.key, row.offsets): (row.begin, row.length) for row in table.shards}
+    values = {value.key: (value.begin, value.length) for value in table.values}
+    found = []
+    for item in plan.items:
+        if item.tensor_data is None:
+            begin, length = values[item.index.fqn]
+        else:
+            begin, length = places[item.index.fqn, tuple(item.tensor_data.chunk.offsets)]
+        found.append(WriteResult(item.index, length, filesystem._StorageInfo(file, begin, length)))
+    return found
