@@ -478,6 +478,64 @@ def test_tied_weights_lie_in_a_copy_once(alone: None) -> None:
     assert len({row.begin for row in rows}) == 1
 
 
+def test_a_tensor_that_two_parts_have_lies_in_a_copy_once(alone: None) -> None:
+    net = fsdp(flat(1), 0)
+    copy = taken({"model": net, "best": {"bias": net[1].bias}})
+    rows = {row.key: row for row in copy.table.shards}
+    assert rows["best.bias"].begin == rows["model.1.bias"].begin
+    new: Parts = {"model": fsdp(flat(1), 1), "best": {"bias": torch.zeros_like(net[1].bias)}}
+    ShardedParts(new, (), {}).prepare({0: copy}, 0, 1, 1).apply()
+    for one in (new["best"]["bias"], new["model"][1].bias):
+        assert torch.equal(one.full_tensor(), net[1].bias.full_tensor())
+
+
+class Doubled(nn.Module):
+    """Its state is made anew each time, by methods that take no options, and holds a value that is no tensor."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.full((4,), start), flat(1), [Shard(0)]))
+        self.seen = int(start)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"doubled": self.weight * 2, "seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.weight.copy_(state["doubled"] / 2)
+        self.seen = state["seen"]
+
+
+def test_a_module_with_a_state_dict_of_its_own_is_asked_each_time(alone: None) -> None:
+    net = Doubled(3.0)
+    sharded, layouts = ShardedParts({"model": net}, (), {}), ShardLayouts()
+    for factor in (1, 2):
+        with torch.no_grad():
+            net.weight *= factor
+        net.seen *= factor
+        layout = layouts.lay_out(sharded.take(0, 1, factor, common=True, own={}))
+        memory = bytearray(layout.size)
+        layout.copy_to(memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8))
+    other = Doubled(1.0)
+    copy = OpenCopy(layout.table, lambda offset, view: None, memoryview(memory))
+    ready = ShardedParts({"model": other}, (), {}).prepare({0: copy}, 0, 1, 1)
+    assert (other.weight.full_tensor().tolist(), other.seen) == ([1.0] * 4, 1)
+    ready.apply()
+    assert (other.weight.full_tensor().tolist(), other.seen) == ([6.0] * 4, 6)
+
+
+def test_parameters_that_a_script_has_replaced_are_saved(alone: None) -> None:
+    net = fsdp(flat(1), 0)
+    sharded = ShardedParts({"model": net}, (), {})
+    before = sharded.take(0, 1, 1, common=True, own={})
+    net[1].bias = nn.Parameter(net[1].bias.detach() + 7)
+    net[1].register_buffer("late", torch.ones(2))
+    after = sharded.take(0, 1, 2, common=True, own={})
+    by_key = [{row.key: items.tensors[row.source] for row in items.form.rows} for items in (before, after)]
+    assert torch.equal(by_key[1]["model.1.bias"], by_key[0]["model.1.bias"] + 7)
+    assert by_key[1].keys() - by_key[0].keys() == {"model.1.late"}
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -79,16 +79,20 @@ def is_sharded(parts: Mapping[str, Part]) -> bool:
 
 
 def _is_sharded_part(part: Part) -> bool:
-    if isinstance(part, dict):
-        return any(is_spread(one) for one in tensors_of(part))
-    part = unwrapped(part)
-    if isinstance(part, torch.nn.Module):
-        return any(map(is_fsdp1, part.modules())) or any(map(is_spread, own_tensors(part)))
-    if isinstance(part, torch.optim.Optimizer):
-        return is_zero(part) or any(
-            is_spread(weight) for group in part.param_groups for weight in group["params"]
-        )
-    return False
+    one = part if isinstance(part, dict) else unwrapped(part)
+    has_fsdp1 = isinstance(one, torch.nn.Module) and any(map(is_fsdp1, one.modules()))
+    return has_fsdp1 or is_zero(one) or any(map(is_spread, tensors_in(part)))
+
+
+def tensors_in(part: Part) -> Iterator[torch.Tensor]:
+    """Those that training changes, of a module or an optimizer its weights and buffers."""
+    one = part if isinstance(part, dict) else unwrapped(part)
+    if isinstance(one, dict):
+        yield from tensors_of(one)
+    elif isinstance(one, torch.nn.Module):
+        yield from own_tensors(one)
+    elif isinstance(one, torch.optim.Optimizer):
+        yield from (weight for group in one.param_groups for weight in group["params"])
 
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:

@@ -17,11 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from ...errors import Sharded
 from ..kinds import is_fsdp1
-from .items import FormCache, Leaf, Taken
-from .leaves import key_of, split
+from .leaves import Leaves
 from .modules import ModuleState, fill, wanted_for
 from .optimizers import GROUPS, PARAMS, STATE, OptimizerState, ParameterNames
-from .pieces import refuse
 from .reading import Reader, Wanted, WantedTensor
 
 
@@ -47,40 +45,15 @@ class Fsdp1ModuleState(ModuleState):
 
     is_collective = True
 
-    def __init__(self, name: str, module: torch.nn.Module) -> None:
-        super().__init__(name, module)
-        self._current: dict[str, Any] | None = None
-        """While a state is loaded, that of now."""
+    def _sharded(self) -> contextlib.AbstractContextManager[None]:
+        return sharded(self._module)
+
+    def _state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._module.state_dict()
+        return state
 
     def refuse(self) -> None:
-        """Raises NotPlainData or Sharded."""
-        self._refuse_tensors()
-
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
-        with sharded(self._module):
-            return self._asked(self._module.state_dict(), world_size, shared)
-
-    def begin_load(self) -> None:
-        with sharded(self._module):
-            self._current = self._module.state_dict()
-
-    def prepare(self, reader: Reader) -> Callable[[], None]:
-        """Name what is wanted; the function puts it into the module. Raises CheckpointMismatch."""
-        if self._current is None:
-            self.begin_load()
-        state = self._current
-        assert state is not None
-        with sharded(self._module):
-            wanted, values = self._wanted(reader, state)
-
-        def apply() -> None:
-            with sharded(self._module):
-                for raw, pieces in wanted.items():
-                    fill(state[raw], pieces)
-                self._module.load_state_dict(state | values)
-            self._current = None
-
-        return apply
+        """What it keeps is known when torch has given it."""
 
 
 class Fsdp1OptimizerState(OptimizerState):
@@ -93,7 +66,6 @@ class Fsdp1OptimizerState(OptimizerState):
     ) -> None:
         super().__init__(name, optimizer, names)
         self._module = module
-        self._forms = FormCache()
         self._current: dict[str, Any] | None = None
         """While a state is loaded, that of now."""
 
@@ -109,20 +81,16 @@ class Fsdp1OptimizerState(OptimizerState):
                         "an optimizer's state for one module. Put all modules into one nn.Module, and give that"
                     )
 
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
+    def take(self, *, shared: bool) -> Leaves:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         with sharded(self._module):
             state = FullyShardedDataParallel.optim_state_dict(self._module, self._optimizer)
-            # As `get_optimizer_state_dict` does, which says at a load what is expected.
-            state[STATE] = {_without_compiler(name): kept for name, kept in state[STATE].items()}
-            for group in state[GROUPS]:
-                group[PARAMS] = list(map(_without_compiler, group[PARAMS]))
-            paths, tensors, others = split(state, (self._name,))
-            for path, tensor in zip(paths, tensors, strict=True):
-                refuse(self._name, key_of(path[1:]), tensor)
-            leaves = [Leaf(*one, shared) for one in others]
-            return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
+        # As `get_optimizer_state_dict` does, which says at a load what is expected.
+        state[STATE] = {_without_compiler(name): kept for name, kept in state[STATE].items()}
+        for group in state[GROUPS]:
+            group[PARAMS] = list(map(_without_compiler, group[PARAMS]))
+        return Leaves().add(state, (self._name,))
 
     def begin_load(self) -> None:
         """Where the optimizer has no state yet, torch lets it make one, by a step with a learning rate of 0.
@@ -147,8 +115,7 @@ class Fsdp1OptimizerState(OptimizerState):
             by_name = self._saved_states(
                 reader, [name for group in current[GROUPS] for name in group[PARAMS]]
             )
-            paths, tensors, _ = split(current[STATE], at)
-            present = dict(zip(map(key_of, paths), tensors, strict=True))
+            present = Leaves().add(current[STATE], at).by_key
             pieces: dict[str, list[Wanted]] = {}
             wholes: dict[str, WantedTensor] = {}
             for key in (one for keys in by_name.values() for one in keys if reader.is_tensor(one)):

@@ -18,12 +18,10 @@ from typing import Any, BinaryIO
 import torch
 
 from ..archive_layout import copy_beside, lay_out, over
-from .items import Form, Items
+from .items import PLAIN, Form, Items
 from .leaves import Path, refuse_twice
 from .pieces import Sizes, numel, strides_of
 from .table import Shard, Table, Value, aligned
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ def _copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     streams: dict[torch.device, torch.cuda.Stream] = {}
     plain: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for place, source in zip(places, sources, strict=True):
-        if source.is_cpu and type(source) in _PLAIN:
+        if source.is_cpu and type(source) in PLAIN:
             plain[0].append(place)
             plain[1].append(source)
         elif source.is_cuda:

@@ -1,6 +1,6 @@
 """A nested state as leaves with DCP's keys, and back; and the archives of leaves that are no tensors.
 
-`flatten` goes where `torch.distributed.checkpoint` goes: into every mapping, and into lists that hold tensors or
+`Leaves` go where `torch.distributed.checkpoint` goes: into every mapping, and into lists that hold tensors or
 mappings. A key is the path of a leaf, joined by dots. DCP's paths forget what `{}`, keys that are no strings and
 mappings of other types are: a state that has such gets its structure written down beside, without its leaves. So does
 one whose order counts: a copy has all tensors before all values.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pickle import dumps
 from typing import Any
 
@@ -39,17 +40,6 @@ def structure_path(path: Path) -> Path:
     return (STRUCTURE, key_of(path))
 
 
-def flatten(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from flatten(value, (*path, str(key)))
-    elif isinstance(state, list) and not _is_leaf(state):
-        for index, value in enumerate(state):
-            yield from flatten(value, (*path, index))
-    else:
-        yield path, state
-
-
 def _is_leaf(state: Any) -> bool:
     if isinstance(state, Mapping):
         return False
@@ -59,7 +49,7 @@ def _is_leaf(state: Any) -> bool:
 
 
 def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
-    """Of paths that begin behind those of `flatten`; no leaves are an empty dict."""
+    """Of paths that begin behind that of the state; no leaves are an empty dict."""
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
     groups: dict[str | int, list[tuple[Path, Any]]] = {}
@@ -71,36 +61,53 @@ def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
     return made
 
 
-def split(
-    state: Any, path: Path, *, ordered: bool = False
-) -> tuple[list[Path], list[torch.Tensor], list[tuple[Path, Any]]]:
-    """The tensors with their paths, and all other leaves; the structure is one of them where it must be.
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Of one state or of several, flattened: their tensors, and all else, each with its path."""
 
-    `ordered`: it must be wherever there is one, so that all ranks get all keys back in the order that they had.
-    """
-    paths: list[Path] = []
-    tensors: list[torch.Tensor] = []
-    others: list[tuple[Path, Any]] = []
-    for where, leaf in flatten(state, path):
+    paths: list[Path] = field(default_factory=list)
+    """Of the tensors."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    others: list[tuple[Path, Any]] = field(default_factory=list)
+
+    def add(self, state: Any, path: Path, *, ordered: bool = False) -> Leaves:
+        """The structure is one of the others where it must be.
+
+        `ordered`: it must be wherever there is one, so that all ranks get all keys back in the order that they had.
+        """
+        is_forgotten = self._flatten(state, path)
+        if is_forgotten or (ordered and not _is_leaf(state)):
+            self.others.append((structure_path(path), structure_of(state)))
+        return self
+
+    def put(self, path: Path, leaf: Any) -> None:
         if is_tensor(leaf):
-            paths.append(where)
-            tensors.append(leaf)
+            self.paths.append(path)
+            self.tensors.append(leaf)
         else:
-            others.append((where, leaf))
-    if forgets(state) or (ordered and not _is_leaf(state)):
-        others.append((structure_path(path), structure_of(state)))
-    return paths, tensors, others
+            self.others.append((path, leaf))
 
+    def extend(self, more: Leaves) -> None:
+        self.paths.extend(more.paths)
+        self.tensors.extend(more.tensors)
+        self.others.extend(more.others)
 
-def forgets(state: Any) -> bool:
-    """Whether `unflatten(flatten(state))` is another state."""
-    if isinstance(state, Mapping):
-        return (
-            type(state) is not dict
-            or not state
-            or any(type(key) is not str or forgets(value) for key, value in state.items())
-        )
-    return isinstance(state, list) and not _is_leaf(state) and any(map(forgets, state))
+    @property
+    def by_key(self) -> dict[str, torch.Tensor]:
+        return dict(zip(map(key_of, self.paths), self.tensors, strict=True))
+
+    def _flatten(self, state: Any, path: Path) -> bool:
+        """Whether `unflatten` would make another state of its leaves."""
+        if isinstance(state, torch.Tensor) or _is_leaf(state):
+            self.put(path, state)
+            return False
+        if isinstance(state, Mapping):
+            is_forgotten = type(state) is not dict or not state
+            for key, value in state.items():
+                is_forgotten |= self._flatten(value, (*path, str(key))) or type(key) is not str
+            return is_forgotten
+        are_forgotten = [self._flatten(value, (*path, index)) for index, value in enumerate(state)]
+        return any(are_forgotten)
 
 
 def structure_of(state: Any) -> Any:

@@ -1,29 +1,25 @@
 """The state of a module: names without those of wrappers, and its tensors read and written where they are.
 
-`state_dict()` is called once. Where all that it gives are the module's own parameters and buffers, later saves take
-these as they are, behind the hooks that go before a `state_dict()`: FSDP's puts its shards back into the module. A
-module that gives anything else is asked each time.
+`state_dict()` is asked each time, behind the hooks that go before it: FSDP's puts its shards back into the module. It
+gives the parameters and buffers themselves, since views of many DTensors take longer than all else.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import CheckpointMismatch
-from ..kinds import is_dtensor, is_sharded_tensor, is_tensor
-from .items import FormCache, Leaf, Taken
-from .leaves import Path, key_of
+from ..kinds import is_tensor
+from .leaves import Leaves, key_of
 from .pieces import placed, refuse
 from .reading import Reader, Wanted
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_READING = ("state_dict", "_save_to_state_dict")
-_WRITING = ("load_state_dict", "_load_from_state_dict")
 
 
 class Names:
@@ -45,93 +41,6 @@ class Names:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Where the tensors of a state are found in the module itself."""
-
-    paths: list[Path]
-    places: list[tuple[dict[str, Any], str]]
-    tree: list[tuple[torch.nn.Module, list[torch.nn.Module | None], tuple[int, ...]]]
-    hooks: list[tuple[torch.nn.Module, Callable[..., Any]]]
-
-    @classmethod
-    def of(cls, name: str, module: torch.nn.Module, state: dict[str, Any]) -> _Plan | None:
-        """None: the state has something that is no parameter or buffer of the module."""
-        names = Names(module)
-        places: dict[str, tuple[dict[str, Any], str]] = {}
-        for prefix, one in module.named_modules(remove_duplicate=False):
-            for container in (one._parameters, one._buffers):
-                for key in container:
-                    raw = f"{prefix}.{key}" if prefix else key
-                    places.setdefault(names.clean(raw), (container, key))
-        found: dict[str, tuple[dict[str, Any], str]] = {}
-        for raw, value in state.items():
-            clean = names.clean(raw)
-            place = places.get(clean)
-            if place is None or not _is_alias(value, place[0][place[1]]):
-                return None
-            found[clean] = place
-        modules = list(module.modules())
-        return cls(
-            [(name, clean) for clean in found],
-            list(found.values()),
-            [(one, list(one._modules.values()), _counts(one)) for one in modules],
-            [(one, hook) for one in modules for hook in one._state_dict_pre_hooks.values()],
-        )
-
-    def tensors(self) -> list[torch.Tensor] | None:
-        """None: the module has changed."""
-        if any(
-            list(one._modules.values()) != old or _counts(one) != counts for one, old, counts in self.tree
-        ):
-            return None
-        for module, hook in self.hooks:
-            hook(module, "", False)
-        found = [container.get(key) for container, key in self.places]
-        return None if any(one is None for one in found) else cast(list[torch.Tensor], found)
-
-
-def _counts(module: torch.nn.Module) -> tuple[int, ...]:
-    return (
-        len(module._parameters),
-        len(module._buffers),
-        len(module._state_dict_pre_hooks),
-        len(module._state_dict_hooks),
-    )
-
-
-def _is_alias(value: Any, own: Any) -> bool:
-    """Whether a value in a state is this very parameter or buffer."""
-    if is_dtensor(value) and is_dtensor(own):
-        return value._spec == own._spec and _is_alias(value._local_tensor, own._local_tensor)
-    if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor) or is_sharded_tensor(value):
-        return False
-    return (
-        not is_dtensor(value)
-        and not is_dtensor(own)
-        and value.layout == own.layout == torch.strided
-        and value.dtype == own.dtype
-        and value.shape == own.shape
-        and value.stride() == own.stride()
-        and value.data_ptr() == own.data_ptr()
-    )
-
-
-def _is_written_by_copy(module: torch.nn.Module) -> bool:
-    """Whether `load_state_dict` copies into parameters and buffers, and does nothing else that counts."""
-    for one in module.modules():
-        kind = type(one)
-        methods = [getattr(kind, name) for name in (*_READING, *_WRITING)]
-        hooks = (*one._load_state_dict_pre_hooks.values(), *one._load_state_dict_post_hooks.values())
-        if not all(is_of_torch(method) for method in (*methods, *hooks)):
-            return False
-    return True
-
-
-def is_of_torch(function: Any) -> bool:
-    return str(getattr(getattr(function, "hook", function), "__module__", "")).startswith("torch.")
-
-
 class ModuleState:
     """One part that is a module."""
 
@@ -140,76 +49,62 @@ class ModuleState:
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name = name
         self._module = module
-        self._plan: _Plan | None = None
-        self._forms = FormCache()
+        self._paths: dict[str, tuple[str, str]] = {}
+        """By the names that the newest state has."""
+        self._current: dict[str, Any] | None = None
+        """While a state is loaded, that of now."""
 
-    def _settle(self) -> None:
-        """Let the module have its shards, where it has gathered all of them for its computation."""
-        for module in self._module.modules():
-            for hook in module._state_dict_pre_hooks.values():
-                hook(module, "", False)
+    def _sharded(self) -> contextlib.AbstractContextManager[None]:
+        """Within, `state_dict()` and `load_state_dict()` give and take what this rank has."""
+        return contextlib.nullcontext()
+
+    def _state_dict(self) -> dict[str, Any]:
+        method: Any = self._module.state_dict
+        is_of_torch = getattr(method, "__func__", None) is torch.nn.Module.state_dict
+        state: dict[str, Any] = method(keep_vars=True) if is_of_torch else method()
+        return state
+
+    @torch.no_grad()
+    def _state(self) -> dict[str, Any]:
+        with self._sharded():
+            state = self._state_dict()
+        if state.keys() != self._paths.keys():
+            names = Names(self._module)
+            self._paths = {raw: (self._name, names.clean(raw)) for raw in state}
+        return state
 
     def refuse(self) -> None:
         """Raises NotPlainData or Sharded."""
-        self._settle()
-        self._refuse_tensors()
-
-    def _refuse_tensors(self) -> None:
-        names = Names(self._module)
-        for raw, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
-            refuse(self._name, names.clean(raw), tensor)
-
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
-        plan, tensors = self._plan, None
-        if plan is not None:
-            tensors = plan.tensors()
-        if plan is None or tensors is None:
-            state = self._module.state_dict()
-            plan = self._plan = _Plan.of(self._name, self._module, state)
-            if plan is None:
-                return self._asked(state, world_size, shared)
-            tensors = plan.tensors()
-            assert tensors is not None
-        return [Taken(*self._forms.take(plan.paths, tensors, world_size, shared=shared), [])]
-
-    def _asked(self, state: dict[str, Any], world_size: int, shared: bool) -> list[Taken]:
-        names = Names(self._module)
-        paths: list[Path] = []
-        tensors: list[torch.Tensor] = []
-        leaves: list[Leaf] = []
-        for raw, value in state.items():
-            path = (self._name, names.clean(raw))
+        for raw, value in self._state().items():
             if is_tensor(value):
-                refuse(self._name, path[1], value)
-                paths.append(path)
-                tensors.append(value)
-            else:
-                leaves.append(Leaf(path, value, shared))
-        return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
+                refuse(*self._paths[raw], value)
+
+    def take(self, *, shared: bool) -> Leaves:
+        found = Leaves()
+        for raw, value in self._state().items():
+            found.put(self._paths[raw], value)
+        return found
 
     # ---------------------------------------------------------------- the way back
 
     def begin_load(self) -> None:
-        """Nothing has to be done by all ranks together."""
+        self._current = self._state()
 
     def prepare(self, reader: Reader) -> Callable[[], None]:
         """Name what is wanted; the function puts it into the module. Raises CheckpointMismatch."""
-        state = self._module.state_dict()
+        if self._current is None:
+            self.begin_load()
+        state = self._current
+        assert state is not None
         wanted, values = self._wanted(reader, state)
-        copies = (
-            not values
-            and _Plan.of(self._name, self._module, state) is not None
-            and _is_written_by_copy(self._module)
-        )
-        del state
 
         def apply() -> None:
-            now = self._module.state_dict()
-            for raw, pieces in wanted.items():
-                fill(now[raw], pieces)
-            if not copies:
-                now.update(values)
-                self._module.load_state_dict(now)
+            with self._sharded():
+                for raw, pieces in wanted.items():
+                    fill(state[raw], pieces)
+                state.update(values)
+                self._module.load_state_dict(state)
+            self._current = None
 
         return apply
 
@@ -220,8 +115,7 @@ class ModuleState:
 
         Raises CheckpointMismatch.
         """
-        names = Names(self._module)
-        expected = {key_of((self._name, names.clean(raw))): raw for raw in state}
+        expected = {key_of(self._paths[raw]): raw for raw in state}
         saved = reader.under((self._name,))
         check_names(f"part {self._name!r}", saved, expected, has_stages=reader.has_stages)
         wanted = {

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointMismatch, Sharded
-from ..kinds import is_dtensor, is_spread, is_tensor
+from ..kinds import is_dtensor, is_spread
 from ..state_dicts import load_optimizer, named_alike
-from .items import FormCache, Leaf, Taken
-from .leaves import Path, flatten, key_of, split
+from .items import PLAIN
+from .leaves import Leaves, Path, key_of
 from .modules import Names, check_names
 from .pieces import refuse
-from .reading import Reader, WantedTensor
+from .reading import Reader
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
@@ -50,28 +51,26 @@ class OptimizerState:
         self._name = name
         self._optimizer = optimizer
         self._parameter_names = names
-        self._state_forms = FormCache()
-        self._group_forms = FormCache()
         self._tensors: list[torch.Tensor] = []
         """The parameters, in the order of the groups."""
         self._names: list[str] = []
+        self._spread: list[bool] = []
         """Of these."""
-        self._plan: list[tuple[Any, list[str], int]] = []
-        """Of each state its key in the `state_dict`, the names of its tensors, and how many values it has."""
-        self._paths: list[Path] = []
-        """Of all these tensors."""
+        self._flat: dict[int, tuple[tuple[Any, ...], list[Path]]] = {}
+        """Of each state that is nothing but tensors its keys, and the paths of these: to make those takes time."""
 
     def refuse(self) -> None:
         """Raises NotPlainData or Sharded."""
-        for name, tensor in zip(self._all_names(), self._tensors, strict=True):
-            refuse(self._name, name, tensor)
-            for path, one in flatten(self._optimizer.state.get(tensor, {}), (STATE, name)):
-                if is_tensor(one):
-                    self._refuse_kept(key_of(path), one, tensor)
+        for name, weight in zip(self._all_names(), self._tensors, strict=True):
+            refuse(self._name, name, weight)
+            kept = Leaves().add(self._optimizer.state.get(weight, {}), (STATE, name))
+            for key, one in kept.by_key.items():
+                refuse(self._name, key, one)
+                if is_spread(weight):
+                    self._refuse_plain(key, one)
 
-    def _refuse_kept(self, key: str, one: torch.Tensor, parameter: torch.Tensor) -> None:
-        refuse(self._name, key, one)
-        if is_spread(parameter) and not is_dtensor(one) and one.numel() > 1:
+    def _refuse_plain(self, key: str, one: torch.Tensor) -> None:
+        if type(one) in PLAIN and one.numel() > 1:
             raise Sharded(
                 f"{key!r} of part {self._name!r} is a plain tensor that belongs to a DTensor: each rank has its own, "
                 "and torch does not say where it lies in the whole. Use an optimizer that keeps DTensors"
@@ -84,67 +83,32 @@ class OptimizerState:
             a is not b for a, b in zip(tensors, self._tensors, strict=True)
         ):
             self._tensors, self._names = tensors, self._parameter_names.of(tensors)
-            self._plan = []
+            self._spread = list(map(is_spread, tensors))
+            self._flat = {}
         return self._names
 
-    # ---------------------------------------------------------------- taking
-
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
-        state = self._optimizer.state_dict()[STATE]
+    def take(self, *, shared: bool) -> Leaves:
         names = self._all_names()
-        leaves: list[Leaf] = []
-        tensors = self._known_tensors(state)
-        if tensors is None:
-            tensors, leaves = self._learn(state, names, shared)
-        taken = Taken(*self._state_forms.take(self._paths, tensors, world_size, shared=shared), leaves)
-        paths, of_groups, others = split(self._groups(), (self._name, GROUPS))
-        groups = Taken(
-            *self._group_forms.take(paths, of_groups, world_size, shared=shared),
-            [Leaf(*one, shared) for one in others],
-        )
-        return [taken, groups]
-
-    def _known_tensors(self, state: Mapping[Any, Any]) -> list[torch.Tensor] | None:
-        """None: the state has other names than before, or is no longer known to hold tensors only."""
-        if not self._plan or len(state) != len(self._plan):
-            return None
-        found: list[torch.Tensor] = []
-        try:
-            for number, names, count in self._plan:
-                one = state[number]
-                if len(one) != count:
-                    return None
-                found += [one[name] for name in names]
-        except KeyError:
-            return None
-        return found
-
-    def _learn(
-        self, state: Mapping[Any, Any], names: Sequence[str], shared: bool
-    ) -> tuple[list[torch.Tensor], list[Leaf]]:
-        paths: list[Path] = []
-        tensors: list[torch.Tensor] = []
-        leaves: list[Leaf] = []
-        plan: list[tuple[Any, list[str], int]] = []
-        is_flat = bool(state)
-        for number, one in state.items():
+        found = Leaves()
+        for number, kept in self._optimizer.state_dict()[STATE].items():
             if number not in range(len(names)):
                 raise Sharded(
                     f"part {self._name!r} keeps a state for {number!r}, which is none of its parameters: it is not "
                     "known which rank has it"
                 )
-            found_paths, found, others = (
-                split(dict(one), (self._name, STATE, names[number])) if one else ([], [], [])
-            )
-            for path, tensor in zip(found_paths, found, strict=True):
-                self._refuse_kept(key_of(path[1:]), tensor, self._tensors[number])
-            paths += found_paths
-            tensors += found
-            leaves += [Leaf(*other, shared) for other in others]
-            plan.append((number, [str(path[-1]) for path in found_paths], len(one)))
-            is_flat = is_flat and all(len(path) == 4 for path in found_paths)
-        self._plan, self._paths = plan if is_flat and not leaves else [], paths
-        return tensors, leaves
+            keys, known = tuple(kept), self._flat.get(number)
+            if known is not None and known[0] == keys and all(map(torch.is_tensor, kept.values())):
+                found.paths.extend(known[1])
+                found.tensors.extend(kept.values())
+            elif kept:
+                new = Leaves().add(dict(kept), (self._name, STATE, names[number]))
+                if self._spread[number]:
+                    for path, one in zip(new.paths, new.tensors, strict=True):
+                        self._refuse_plain(key_of(path[1:]), one)
+                if len(new.paths) == len(keys) and not new.others:
+                    self._flat[number] = keys, new.paths
+                found.extend(new)
+        return found.add(self._groups(), (self._name, GROUPS))
 
     def _groups(self) -> list[dict[str, Any]]:
         names = iter(self._all_names())
@@ -162,14 +126,14 @@ class OptimizerState:
         """Name what is wanted; the function puts it into the optimizer. Raises CheckpointMismatch."""
         names = self._all_names()
         groups = self._matched(reader, self._groups())
-        state_path = (self._name, STATE)
         by_name = self._saved_states(reader, names)
         current = self._optimizer.state_dict()[STATE]
         states: dict[int, Callable[[], Any]] = {}
-        for number, (name, tensor) in enumerate(zip(names, self._tensors, strict=True)):
-            made = _want_state(reader, (*state_path, name), tensor, current.get(number, {}), by_name)
-            if made is not None:
-                states[number] = made
+        for number, (name, weight) in enumerate(zip(names, self._tensors, strict=True)):
+            if name in by_name:
+                at = (self._name, STATE, name)
+                present = Leaves().add(current.get(number, {}), at).by_key
+                states[number] = reader.want_state(at, functools.partial(_like, reader, weight, present))
 
         def apply() -> None:
             self._load({number: made() for number, made in states.items()}, groups)
@@ -185,12 +149,11 @@ class OptimizerState:
         return by_name
 
     def _saved_groups(self, reader: Reader) -> list[dict[str, Any]]:
-        def hyperparameter(key: str) -> torch.Tensor:
-            wanted = WantedTensor.like(reader, key, None)
+        at = (self._name, GROUPS)
+        groups = reader.want_state(at)
+        if any(map(reader.is_tensor, reader.under(at))):
             reader.read()
-            return wanted.made()
-
-        return self._required(reader.state((self._name, GROUPS), hyperparameter))
+        return self._required(groups())
 
     def _required(self, groups: Any) -> list[dict[str, Any]]:
         """Raises CheckpointMismatch."""
@@ -246,20 +209,6 @@ class OptimizerState:
             _keep_dtypes(local.state[weights[number]], state)
 
 
-def _want_state(
-    reader: Reader, at: Path, tensor: torch.Tensor, current: Any, by_name: Mapping[str, list[str]]
-) -> Callable[[], Any] | None:
-    """What the optimizer is to keep of one parameter; None: nothing."""
-    name = str(at[-1])
-    if name not in by_name:
-        return None
-    present = {key_of(path): one for path, one in flatten(current, at) if is_tensor(one)}
-    wanted = {
-        key: _want(reader, key, tensor, present.get(key)) for key in by_name[name] if reader.is_tensor(key)
-    }
-    return lambda: reader.state(at, lambda key: wanted[key].made())
-
-
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != PARAMS}
 
@@ -272,14 +221,12 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _want(reader: Reader, key: str, weight: torch.Tensor, present: torch.Tensor | None) -> WantedTensor:
+def _like(reader: Reader, weight: torch.Tensor, present: Mapping[str, torch.Tensor], key: str) -> Any:
     """As the optimizer has it already; else as it has the parameter, where it is distributed at all."""
-    shape = reader.shard(key).shape
-    if present is not None and tuple(present.shape) == shape:
-        like = present if is_dtensor(present) else None
-    else:
-        like = weight if is_dtensor(weight) and not _is_plain(reader, key, weight) else None
-    return WantedTensor.like(reader, key, like)
+    one = present.get(key)
+    if one is not None and tuple(one.shape) == reader.shard(key).shape:
+        return one if is_dtensor(one) else None
+    return weight if is_dtensor(weight) and not _is_plain(reader, key, weight) else None
 
 
 def _is_plain(reader: Reader, key: str, weight: torch.Tensor) -> bool:

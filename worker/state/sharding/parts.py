@@ -9,38 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
-from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, is_zero, tensors_of
+from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_zero, tensors_in
 from ..rank_parts import Reshard, Rules
-from ..state_dicts import Part, own_tensors, state_of, unwrapped, update
+from ..state_dicts import Part, state_of, unwrapped, update
 from .fsdp1 import Fsdp1ModuleState, Fsdp1OptimizerState, has_fsdp1, module_of
-from .items import FormCache, Items, Joined, Leaf, Taken
-from .leaves import STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
+from .items import FormCache, Items
+from .leaves import STRUCTURE, Archives, Leaves, Path, key_of, structure_path
 from .modules import ModuleState
 from .optimizers import OptimizerState, ParameterNames
 from .pieces import refuse
-from .reading import OpenCopy, Reader, WantedTensor
+from .reading import OpenCopy, Reader
 from .table import DECLARED, OWN_PARTS, RANKS
 
 _RESERVED = (RANKS, STRUCTURE)
 """No part has one of these names, nor a name that begins with one and a dot."""
-
-
-class _PartState(Protocol):
-    is_collective: bool
-    """All ranks call `take`, `begin_load` and what `prepare` returns together."""
-
-    def refuse(self) -> None: ...
-
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]: ...
-
-    def begin_load(self) -> None: ...
-
-    def prepare(self, reader: Reader) -> Callable[[], None]: ...
 
 
 class Prepared:
@@ -70,12 +57,9 @@ class ShardedParts:
             if not isinstance(part, dict) and isinstance(module := unwrapped(part), torch.nn.Module)
         }
         names = ParameterNames(modules)
-        self._states: dict[str, _PartState] = {
-            name: _state_of_part(name, part, modules, names) for name, part in shared.items()
-        }
+        self._states = {name: _state_of_part(name, part, modules, names) for name, part in shared.items()}
         self._modules = modules.values()
-        self._own_forms = FormCache()
-        self._joined = Joined()
+        self._forms = FormCache()
         self._archives = Archives()
         self._shared: tuple[int, bool] | None = None
         """Of a world of that size, whether all ranks have the same of what is not spread."""
@@ -104,30 +88,26 @@ class ShardedParts:
     def take(self, rank: int, world_size: int, step: int, *, common: bool, own: Mapping[str, Any]) -> Items:
         """This rank's pieces. `common`: with what all ranks have alike; `own`: more that this rank alone has.
 
-        Raises NotPlainData and Sharded, and what the parts' `state_dict`
-        raises.
+        Raises NotPlainData and Sharded, and what the parts' `state_dict` raises.
         """
         if self._shared is None or self._shared[0] != world_size:
             self._shared = (world_size, self._covers(world_size))
+        _, shared = self._shared
         # What one rank refuses of another part must not keep it from coming where all meet.
-        found = {
-            name: self._states[name].take(world_size, shared=self._shared[1])
-            for name in self._collective_first()
-        }
-        taken = [one for name in self._states for one in found[name]]
-        taken.append(self._take_own(rank, own))
-        form, tensors = self._joined.join(taken, common=common)
-        values = [
-            (
-                key_of(leaf.path),
-                leaf.path,
-                self._archives.of(key_of(leaf.path), leaf.value, step),
-                leaf.common,
-            )
-            for one in taken
-            for leaf in one.leaves
-            if common or not leaf.common
-        ]
+        found = {name: self._states[name].take(shared=shared) for name in self._collective_first()}
+        leaves = Leaves()
+        for name in self._states:
+            leaves.extend(found[name])
+        self._add_own(leaves, rank, own)
+        form, tensors = taken = self._forms.take(leaves, world_size, shared=shared)
+        if not common:
+            form, left = form.without_common
+            tensors = [tensors[number] for number in left]
+        values = []
+        for path, value in leaves.others:
+            key, is_common = key_of(path), shared and path[0] != RANKS
+            if common or not is_common:
+                values.append((key, path, self._archives.of(key, value, step), is_common))
         return Items(form, tensors, values, bool(self._rules), rank, taken)
 
     def _collective_first(self) -> list[str]:
@@ -136,33 +116,24 @@ class ShardedParts:
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """With its part, what this rank has of each weight and buffer."""
         found: Iterator[tuple[str, Any]] = (
-            (name, one) for name, part in self._parts.items() for one in _tensors_in(part)
+            (name, one) for name, part in self._parts.items() for one in tensors_in(part)
         )
         return ((name, one.to_local() if is_dtensor(one) else one) for name, one in found)
 
-    def _take_own(self, rank: int, own: Mapping[str, Any]) -> Taken:
+    def _add_own(self, leaves: Leaves, rank: int, own: Mapping[str, Any]) -> None:
         states = {_own_path(rank, name): value for name, value in own.items()}
         states |= {_own_path(rank, OWN_PARTS, name): state_of(self._parts[name]) for name in self._rules}
         if self._rules:
             states[_own_path(rank, DECLARED)] = sorted(self._rules)
-        paths: list[Path] = []
-        tensors: list[torch.Tensor] = []
-        leaves: list[Leaf] = []
-        for at, state in states.items():
-            found_paths, found, others = split(state, at, ordered=True)
-            for path, tensor in zip(found_paths, found, strict=True):
-                refuse(str(at[-1]), key_of(path), tensor)
-            paths += found_paths
-            tensors += found
-            leaves += [Leaf(*other, False) for other in others]
-        return Taken(*self._own_forms.take(paths, tensors, 0, shared=False), leaves)
+        for path, state in states.items():
+            leaves.add(state, path, ordered=True)
 
     def _covers(self, world_size: int) -> bool:
         """Whether all ranks have all parts: every mesh has all ranks."""
         for part in self._parts.values():
             if any(ranks < world_size for ranks in _ranks_of_units(part)):
                 return False
-            for one in _tensors_in(part):
+            for one in tensors_in(part):
                 mesh: Any = one
                 if is_dtensor(one) and mesh.device_mesh.size() < world_size:
                     return False
@@ -205,14 +176,17 @@ class ShardedParts:
         # What one rank cannot put into another part must not keep it from coming where all meet.
         applied = [prepared[name] for name in self._collective_first()]
         ranks = self._ranks_read(rank, world_size, old_world_size)
-        mine = {key: path for key, path in reader.paths.items() if _is_of(path, ranks)}
+        mine = {key: path for one in ranks for key, path in reader.under(_own_path(one)).items()}
+        alone = {
+            name: {one: reader.want_state(_own_path(one, OWN_PARTS, name)) for one in ranks}
+            for name in self._rules
+        }
+        names = {str(path[2]) for path in mine.values()} if same else set()
+        own = {
+            name: reader.want_state(_own_path(rank, name))
+            for name in names - {OWN_PARTS, DECLARED, STRUCTURE}
+        }
         reader.read_values(list(mine))
-        wanted = {key: WantedTensor.like(reader, key, None) for key in mine if reader.is_tensor(key)}
-        reader.read()
-
-        def state_at(path: Path) -> Any:
-            return reader.state(path, lambda key: wanted[key].made())
-
         for one in ranks:
             key = key_of(_own_path(one, DECLARED))
             declared = reader.value(key) if key in mine else []
@@ -222,12 +196,10 @@ class ShardedParts:
                     "Checkpointer the same per_rank, or use another directory"
                 )
         for name, rule in self._rules.items():
-            states = {one: state_at(_own_path(one, OWN_PARTS, name)) for one in ranks}
+            states = {one: state() for one, state in alone[name].items()}
             mine_alone = self._reshaped(name, rule, states, rank, world_size, same)
             applied.append(functools.partial(put_into, self._parts[name], mine_alone, self._modules))
-        names = {str(path[2]) for path in mine.values()} if same else set()
-        own = {name: state_at(_own_path(rank, name)) for name in names - {OWN_PARTS, DECLARED, STRUCTURE}}
-        return Prepared(applied, own)
+        return Prepared(applied, {name: state() for name, state in own.items()})
 
     def _ranks_read(self, rank: int, world_size: int, old_world_size: int) -> Sequence[int]:
         """The old ranks of which this rank reads what was theirs alone. Raises OtherWorldSize."""
@@ -259,11 +231,9 @@ class ShardedParts:
 
 def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:
     """With part and key, those that all ranks should have alike."""
-    return [
-        (str(row.path[0]), key_of(row.path[1:]), one.tensors[row.source])
-        for one in items.taken
-        for row in one.form.common
-    ]
+    assert items.taken is not None
+    form, tensors = items.taken
+    return [(str(row.path[0]), key_of(row.path[1:]), tensors[row.source]) for row in form.rows if row.common]
 
 
 class _OtherState:
@@ -275,22 +245,17 @@ class _OtherState:
         self._name = name
         self._part = part
         self._modules = modules
-        self._forms = FormCache()
 
     def refuse(self) -> None:
         """Raises Sharded or NotPlainData."""
         if isinstance(self._part, dict):
-            for path, one in flatten(self._part, ()):
-                if is_tensor(one):
-                    refuse(self._name, key_of(path), one)
+            found = Leaves().add(self._part, (self._name,))
+            for path, one in zip(found.paths, found.tensors, strict=True):
+                refuse(self._name, key_of(path[1:]), one)
 
-    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
+    def take(self, *, shared: bool) -> Leaves:
         # Where ranks have other parts of a state, none knows the order of all.
-        paths, tensors, others = split(state_of(self._part), (self._name,), ordered=shared)
-        for path, tensor in zip(paths, tensors, strict=True):
-            refuse(self._name, key_of(path[1:]), tensor)
-        leaves = [Leaf(*one, shared) for one in others]
-        return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
+        return Leaves().add(state_of(self._part), (self._name,), ordered=shared)
 
     def begin_load(self) -> None:
         """Nothing has to be done by all ranks together."""
@@ -303,32 +268,27 @@ class _OtherState:
                 f"the checkpoint has no part {self._name!r}: give Checkpointer the state that was saved, or use "
                 "another directory"
             )
-        tensors = [key for key in saved if reader.is_tensor(key)]
         present: dict[str, torch.Tensor] = {}
-        if isinstance(self._part, dict) or not all(map(reader.is_whole, tensors)):
-            paths, found, _ = split(state_of(self._part), at)
-            present = dict(zip(map(key_of, paths), found, strict=True))
-        wanted: dict[str, WantedTensor] = {}
-        for key in tensors:
-            like = present.get(key)
-            if like is None or not is_dtensor(like):
-                if not reader.is_whole(key):
-                    raise CheckpointMismatch(
-                        f"{key!r} is spread over ranks in the checkpoint, and this script has no DTensor there that "
-                        "says how it is to be spread: put one there before load()"
-                    )
-                like = None
-            wanted[key] = WantedTensor.like(reader, key, like)
+        if isinstance(self._part, dict) or not all(map(reader.is_whole, filter(reader.is_tensor, saved))):
+            present = Leaves().add(state_of(self._part), at).by_key
 
-        def apply() -> None:
-            put_into(self._part, reader.state(at, lambda key: wanted[key].made()), self._modules)
+        def like(key: str) -> torch.Tensor | None:
+            if is_dtensor(one := present.get(key)):
+                return one
+            if not reader.is_whole(key):
+                raise CheckpointMismatch(
+                    f"{key!r} is spread over ranks in the checkpoint, and this script has no DTensor there that "
+                    "says how it is to be spread: put one there before load()"
+                )
+            return None
 
-        return apply
+        state = reader.want_state(at, like)
+        return lambda: put_into(self._part, state(), self._modules)
 
 
 def _state_of_part(
     name: str, part: Part, modules: Mapping[str, torch.nn.Module], names: ParameterNames
-) -> _PartState:
+) -> ModuleState | OptimizerState | _OtherState:
     if name in modules:
         kind = Fsdp1ModuleState if has_fsdp1(modules[name]) else ModuleState
         return kind(name, modules[name])
@@ -344,17 +304,6 @@ def _saved_parts(reader: Reader) -> set[str]:
     """Of one that is empty there is its structure alone."""
     paths = reader.paths.values()
     return {str(path[0]) for path in paths} | {str(path[1]) for path in paths if path[0] == STRUCTURE}
-
-
-def _tensors_in(part: Part) -> Iterator[torch.Tensor]:
-    if isinstance(part, dict):
-        yield from tensors_of(part)
-        return
-    part = unwrapped(part)
-    if isinstance(part, torch.nn.Module):
-        yield from own_tensors(part)
-    elif isinstance(part, torch.optim.Optimizer):
-        yield from (weight for group in part.param_groups for weight in group["params"])
 
 
 def _ranks_of_units(part: Part) -> Iterator[int]:
@@ -378,7 +327,3 @@ def put_into(part: Part, state: Any, modules: Iterable[torch.nn.Module]) -> None
 
 def _own_path(rank: int, *names: str) -> Path:
     return (RANKS, str(rank), *names)
-
-
-def _is_of(path: Path, ranks: Sequence[int]) -> bool:
-    return path[0] == RANKS and str(path[1]).isdigit() and int(path[1]) in ranks

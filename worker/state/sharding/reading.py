@@ -98,6 +98,10 @@ class Reader:
                 self._values.setdefault(value.key, (rank, value))
             for key, path in table.paths.items():
                 self.paths.setdefault(key, path)
+        self._under: dict[Path, dict[str, Path]] = {}
+        for key, path in self.paths.items():
+            for length in range(len(path) + 1):
+                self._under.setdefault(path[:length], {})[key] = path
         self._known: dict[str, Any] = {}
         """Values that have been read."""
         self._ranges: dict[int, list[_Range]] = {}
@@ -110,9 +114,9 @@ class Reader:
 
     # ---------------------------------------------------------------- what there is
 
-    def under(self, path: Path) -> dict[str, Path]:
+    def under(self, path: Path) -> Mapping[str, Path]:
         """The keys of all that lies there."""
-        return {key: found for key, found in self.paths.items() if found[: len(path)] == path}
+        return self._under.get(path, {})
 
     def state(self, path: Path, leaf: Callable[[str], Any]) -> Any:
         """What was flattened to there, with `leaf` of the key of each tensor."""
@@ -159,14 +163,12 @@ class Reader:
         found: list[Any] = []
         for rank, copy in self._copies.items():
             one = Reader({rank: copy}, rank)
-            keys = list(one.under(path))
-            if not keys:
-                continue
-            structure = key_of(structure_path(path))
-            one.read_values([*keys, structure])
-            wanted = {key: WantedTensor.like(one, key, None) for key in keys if one.is_tensor(key)}
-            one.read()
-            found.append(one.state(path, _maker(wanted)))
+            keys = one.under(path)
+            if keys:
+                one.read_values([*keys, key_of(structure_path(path))])
+                state = one.want_state(path)
+                one.read()
+                found.append(state())
         return found
 
     def value(self, key: str) -> Any:
@@ -187,6 +189,16 @@ class Reader:
         self._ranges.setdefault(rank, []).append(_Range(value.begin, value.length, keep))
 
     # ---------------------------------------------------------------- what is wanted
+
+    def want_state(self, path: Path, like: Callable[[str], Any] = lambda _: None) -> Callable[[], Any]:
+        """All that lies there; the function makes it anew of what was read. `like` as of `WantedTensor`, by key.
+
+        Raises CheckpointMismatch where the copies do not have all of it.
+        """
+        wanted = {
+            key: WantedTensor.like(self, key, like(key)) for key in self.under(path) if self.is_tensor(key)
+        }
+        return lambda: self.state(path, lambda key: wanted[key].made())
 
     def want(self, key: str, box: Box) -> Wanted:
         """Raises CheckpointMismatch where the copies do not have all of it."""
@@ -341,10 +353,6 @@ def _read(copy: OpenCopy, groups: Sequence[list[_Range]]) -> None:
         if sum(len(scratch) for _, scratch in scratches) > AT_ONCE:
             get()
     get()
-
-
-def _maker(wanted: Mapping[str, WantedTensor]) -> Callable[[str], torch.Tensor]:
-    return lambda key: wanted[key].made()
 
 
 def _groups(ranges: Sequence[_Range]) -> list[list[_Range]]:
