@@ -47,9 +47,7 @@ class Asked:
     durable: bool = False  # each save is waited for
     pauses: tuple[int, ...] = ()
     dies: int = 0  # within this step the last rank of the first generation is killed
-    quiet: bool = (
-        False  # the first generation writes, first, what the steps come to without any of the library
-    )
+    quiet: bool = False  # the first generation writes, first, what the steps come to without the library
     noise: bool = False  # in the inputs, drawn from the rank's own random states
     reads: tuple[str, ...] = ()  # one process alone loads from each of these directories, and trains nothing
 
@@ -192,7 +190,7 @@ def mark(what: str, number: int) -> None:
 
 
 def pause(folder: Path, number: int) -> None:
-    """No collective: a planned change ends one rank before another one."""
+    """No collective: where each rank keeps its state alone, a planned change ends one before another one."""
     record("at", step=number)
     while not (folder / f"go-{number}").exists():
         worker.poll()
@@ -209,6 +207,7 @@ def train(folder: Path, asked: Asked) -> None:
     done = checkpoints.load()
     record("loaded", step=done, disk=before)
     assert done == training.meta["done"]
+    saved = done
     dies = asked.dies if GENERATION == 1 and dist.get_rank() == dist.get_world_size() - 1 else 0
     for batch in training.batches():
         training.step(batch, dies=done + 1 == dies)
@@ -219,6 +218,7 @@ def train(folder: Path, asked: Asked) -> None:
             if done in asked.saves:
                 mark("begun", done)
                 assert checkpoints.save(done, **({"durable": asked.durable} if by_dcp else {}))
+                saved = done
                 if asked.durable and (by_dcp or checkpoints.wait()):
                     mark("promised", done)
             if done in asked.pauses:
@@ -226,7 +226,7 @@ def train(folder: Path, asked: Asked) -> None:
                     time.sleep(0.01)
                 pause(folder, done)
         except worker.Drained:
-            if by_dcp and done not in asked.saves:
+            if by_dcp and done != saved:
                 checkpoints.save(done, durable=True)
             raise
         if done == STEPS:
