@@ -64,7 +64,7 @@ class Run:
     """From the call until it is on disk; 0 where it never is."""
     restore_s: float
     compare_s: float = 0.0
-    """Of the comparison of all ranks' states, in each save; 0 where there is none."""
+    """Of the comparison of all ranks' states, in the first save; 0 where there is none."""
 
 
 def main() -> None:
@@ -328,7 +328,7 @@ class Library(System):
         group = current_group()
         comparison = ReplicatedComparison(self._state, ())
         dist.barrier()
-        compare_s = seconds(lambda: comparison.compare(group, group.gather(comparison.digest()), 1))
+        compare_s = seconds(lambda: comparison.compare(group, group.gather(comparison.digest(group)), 1))
         return {**super().measure_saves(), "compare_s": compare_s}
 
     def save(self, step: int) -> None:
@@ -449,7 +449,7 @@ def table(runs: Sequence[Run]) -> str:
         rows.append([state, "one copy in memory", spread(copies, {}, len(copies)), "", "", "", "", ""])
         if compared := [run.compare_s * 1e3 for run in here if run.compare_s]:
             each = spread(compared, {}, len(compared))
-            rows.append([state, "the comparison of all ranks, in each save", each, "", "", "", "", ""])
+            rows.append([state, "the comparison of all ranks, in the first save", each, "", "", "", "", ""])
         for system, name in SYSTEMS.items():
             if own := [run for run in here if run.system == system]:
                 stalls, restores = [run.stall_s for run in own], [run.restore_s for run in own]

@@ -115,10 +115,12 @@ def register_comm_hook(
 
     What is returned is the hook's state as a part for a Checkpointer, which each rank has for itself:
 
+        model = DistributedDataParallel(network, find_unused_parameters=True)
         hook = register_comm_hook(model, PowerSGDState(None), powerSGD_hook)
         checkpoints = Checkpointer(directory, {"model": model, "hook": hook}, per_rank=["hook"])
 
-    A state of another type than torch's is carried by its `state_dict` and `load_state_dict`, or as a dict.
+    PowerSGD's error is carried where DDP keeps its buckets, as here. A state of another type than torch's is carried by
+    its `state_dict` and `load_state_dict`, or as a dict.
     """
     if hook is None:
         if wrapper is not None or state is not None:

@@ -1,6 +1,6 @@
 """A DDP script whose gradients are compressed by PowerSGD: what a rank has not sent yet is its own, and no one else's.
 
-The model has several of DDP's buckets, and other ones in the first step of a process than later.
+DDP keeps the buckets of a process's first step, to which that belongs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(directory: str, steps: int) -> None:
     network = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
     )
-    model = DistributedDataParallel(network)
+    model = DistributedDataParallel(network, find_unused_parameters=True)
     power = PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
     hook = register_comm_hook(model, power, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

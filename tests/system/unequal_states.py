@@ -103,18 +103,6 @@ class Training:
 
         self.feedback = feedback  # type: ignore[method-assign]
 
-    def late_values(self) -> None:
-        """An error that is there from the beginning, and zero."""
-        self.ddp()
-        errors = {"buffer": torch.zeros(4)}
-        self.more["compression"] = errors
-
-        def feedback() -> None:
-            if self.done > 2:
-                errors["buffer"] += self.rank + self.done / 10
-
-        self.feedback = feedback  # type: ignore[method-assign]
-
     def own(self) -> None:
         self.ddp()
         self.more["best"] = {"sample": torch.full((3,), float(self.rank))}
@@ -170,19 +158,19 @@ def load_unequal(rank: int, directory: str, kind: str) -> dict[str, Any]:
 
 
 def count_comparisons(rank: int, directory: str, kind: str, nodes: int = 1) -> dict[str, Any]:
-    """Fingerprints that this rank takes in five steps with a copy each, and what the copies returned."""
+    """Digests of this rank's state in five steps with a copy each, and what the copies returned."""
     be_guarded(directory if nodes == 1 else f"{directory}-{rank}", rank)
     if nodes == 2:
         os.environ.update(ELASTIC_AGENT_NODE="ab"[rank], ELASTIC_AGENT_LOCAL_RANK="0")
     looks = 0
-    look = comparison.look_at
+    digests_of = comparison.digests_of
 
-    def counted(*args: Any) -> Any:
+    def counted(tensors: Any) -> Any:
         nonlocal looks
         looks += 1
-        return look(*args)
+        return digests_of(tensors)
 
-    comparison.look_at = counted
+    comparison.digests_of = counted
     training = Training(kind, rank)
     own = [name for name in training.state if name == "best"]
     checkpoints = Checkpointer(directory, training.state, from_rank_0=own)

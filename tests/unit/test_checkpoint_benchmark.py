@@ -28,7 +28,7 @@ def test_the_table_compares_with_a_copy_and_with_torch() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(runs).splitlines()[2:]]
     assert rows == [
         ["100 MB, 1 rank", "one copy in memory", "10 (10-20)", "", "", "", "", ""],
-        ["100 MB, 1 rank", "the comparison of all ranks, in each save", "4 (4-4)", "", "", "", "", ""],
+        ["100 MB, 1 rank", "the comparison of all ranks, in the first save", "4 (4-4)", "", "", "", "", ""],
         [
             "100 MB, 1 rank",
             "Checkpointer.save_to_memory()",

@@ -23,10 +23,10 @@ class Scene:
             atexit, "register", lambda call, *given: setattr(self, "at_exit", lambda: call(*given))
         )
         self.at_exit: Callable[[], None]
-        self.sample = b"loaded"
+        self.digests = ["loaded"]
         self.disk: Any = SimpleNamespace(has_writer=True, ends_at_once=False)
         files: Any = SimpleNamespace(newest_manifest=lambda: None)
-        contents: Any = SimpleNamespace(sample=lambda: self.sample)
+        contents: Any = SimpleNamespace(digests=lambda: self.digests)
         saves: Any = SimpleNamespace(is_new=lambda table: False)
         directory: Any = None
         self.write = LoadedWrite(
@@ -59,7 +59,7 @@ def test_it_is_written_by_wait_once_as_long_as_training_has_not_changed_it(
 def test_a_changed_state_is_not_written_as_the_step_that_was_loaded(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene.sample = b"trained"
+    scene.digests = ["trained"]
     assert not scene.write.ensure(scene.save)
     assert scene.saved == []
     assert "what was loaded from memory is not on disk, save a newer step: step=7" in caplog.text

@@ -1,9 +1,8 @@
-"""The fingerprint of a state: what makes it another one, and what does not."""
+"""The digest of a state: what makes it another one, what does not, and what is said where ranks differ."""
 
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,110 +19,212 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated, Sharded
-from elastic_agent.worker.ranks.comparison import ReplicatedComparison
-from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
+from elastic_agent.worker.ranks.comparison import FEW, ROW, Comparison, digests_of, tensors_in
 from elastic_agent.worker.ranks.group import RECORDS, Group
 
 
-def test_the_order_of_keys_is_each_ranks_own() -> None:
-    one = look_at({"log": {"a": torch.ones(2), "b": torch.zeros(3)}, "more": {}})
-    other = look_at({"log": {"b": torch.zeros(3), "a": torch.ones(2)}, "more": {}})
-    assert one.digest() == other.digest()
+def digest_of(tensor: torch.Tensor) -> str:
+    return digests_of([tensor])[0]
 
 
-def test_whatever_makes_another_form_has_a_name() -> None:
-    one = look_at({"log": {"a": torch.ones(2), "b": torch.zeros(3)}})
-    halves = {"a": torch.ones(2), "b": torch.zeros(3).half()}
-    for state in ({"a": torch.ones(2)}, halves, {"a": torch.ones(3)}):
-        other = look_at({"log": state})
-        assert one.digest() != other.digest()
-        assert one.digest_of_forms() != other.digest_of_forms()
-        part, what = difference(one.entries, other.entries, 1)
-        assert part == "log"
-        assert "of part 'log'" in what
+NUMBERS = torch.randn(40, 1001, generator=torch.Generator().manual_seed(0))
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float8_e4m3fn, torch.bfloat16, torch.float16,
+    torch.float32, torch.float64, torch.complex64,
+]  # fmt: skip
 
 
-NUMBERS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8 * FEW, 8 * FEW + 1, 30_011])
+def test_each_bit_counts(dtype: torch.dtype, count: int) -> None:
+    raw = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8)
+    before = digest_of(raw.view(dtype))
+    assert digest_of(raw.clone().view(dtype)) == before
+    for place in {0, len(raw) // 2, len(raw) - 1, *range(0, len(raw), len(raw) // 7 or 1)}:
+        for bit in (1, 128) if dtype is not torch.bool else (1,):
+            raw[place] ^= bit
+            assert digest_of(raw.view(dtype)) != before
+            raw[place] ^= bit
 
 
 @pytest.mark.parametrize(
-    ("mine", "other", "distance"),
+    "change",
     [
-        (NUMBERS, NUMBERS, 0.0),
-        (NUMBERS, NUMBERS * (1 + 1e-6), 1e-5),
-        (NUMBERS.bfloat16(), (NUMBERS * 1.001).bfloat16(), 1e-2),
-        (NUMBERS.to(torch.complex64) * 1j, NUMBERS.to(torch.complex64) * 1j * (1 + 1e-6), 1e-5),
-        (torch.tensor(1.0), torch.tensor(0.9999999), 1e-5),
-        (NUMBERS.nan_to_num() / 0, NUMBERS.nan_to_num() / 0, 0.0),
+        lambda one: one.roll(1),
+        lambda one: one.roll(ROW),
+        lambda one: one.roll(ROW * ROW),
+        lambda one: one.flip(0),
+        lambda one: torch.cat([one[ROW : 2 * ROW], one[:ROW], one[2 * ROW :]]),
+        lambda one: torch.cat([one[1:2], one[:1], one[2:]]),
+        lambda one: -one,
+        lambda one: one * 2,
     ],
-)  # fmt: skip
-def test_numbers_that_have_drifted_apart_are_near(
-    mine: torch.Tensor, other: torch.Tensor, distance: float
+)
+def test_what_is_elsewhere_or_has_another_sign_is_another(
+    change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    one, two = look_at({"log": {"a": mine}}), look_at({"log": {"a": other}})
-    assert one.digest_of_forms() == two.digest_of_forms()
-    apart = farthest(one.entries, [one.sketches(), two.sketches()])
-    assert apart is None or apart.distance <= distance
+    one = torch.arange(1, 4 * ROW * ROW + 1, dtype=torch.float64)
+    assert digest_of(one) != digest_of(change(one))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_other_numbers_are_far_apart_also_where_one_of_many_differs(seed: int) -> None:
+@pytest.mark.parametrize("count", [ROW * FEW, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("value", [-0.0, 2.0, 4.0])
+def test_what_is_the_same_everywhere_does_not_cancel_out(count: int, value: float) -> None:
+    """The bits of some numbers are zero but for the highest, and as many as a power of two add up to zero."""
+    zeros = torch.zeros(count, dtype=torch.float64)
+    assert digest_of(zeros) != digest_of(torch.full_like(zeros, value))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_two_elements_change_places(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    mine = torch.rand(64, generator=generator)
-    one_other = mine.clone()
-    one_other[seed] += 2.5
-    for other in (torch.rand(64, generator=generator), one_other, mine * torch.nan, mine * 1e-3):
-        looks = [look_at({"log": {"b": NUMBERS, "a": one}}) for one in (mine, mine, other)]
-        apart = farthest(looks[0].entries, [look.sketches() for look in looks])
-        assert apart is not None
-        assert (apart.entry.key, apart.rank) == ("a", 2)
-        assert apart.distance > 0.03
+    one = torch.randn(100_000, generator=generator)
+    before = digest_of(one)
+    for first, second in torch.randint(0, len(one), (20, 2), generator=generator).tolist():
+        other = one.clone()
+        other[[first, second]] = one[[second, first]]
+        assert (digest_of(other) == before) == (first == second)
 
 
-@pytest.mark.parametrize(("key", "dtype"), [("state.0.step", torch.float32), ("epoch", torch.int64)])
-def test_counters_do_not_drift(key: str, dtype: torch.dtype) -> None:
-    one, two = (look_at({"log": {key: torch.tensor(value, dtype=dtype)}}) for value in (1000, 1001))
-    assert one.digest_of_forms() != two.digest_of_forms()
+def test_only_values_count_and_not_how_they_lie() -> None:
+    flat = torch.cat([torch.zeros(1, dtype=torch.int8), NUMBERS.view(torch.int8).flatten()])
+    ways = [
+        NUMBERS.t().contiguous().t(),
+        torch.cat([NUMBERS[:1], NUMBERS])[1:],
+        NUMBERS.expand(1, 40, 1001)[0],
+    ]
+    assert {digest_of(one) for one in ways} == {digest_of(NUMBERS)}
+    assert digest_of(flat[1:]) == digest_of(NUMBERS), "also where words do not begin"
+    complex_numbers = NUMBERS * 1j
+    assert digest_of(complex_numbers.conj()) == digest_of(complex_numbers.conj().resolve_conj())
+    assert digest_of(complex_numbers.conj()) != digest_of(complex_numbers)
 
 
-def records_of_a_rank(record: dict[str, Any]) -> bytes:
-    return json.dumps({"v": RECORDS, "library": "0.1.0", "record": record}).encode()
+def test_digests_come_in_the_order_of_the_tensors() -> None:
+    some = [NUMBERS, torch.tensor(1.0), torch.empty(0), NUMBERS[0], torch.tensor(2.0)]
+    assert digests_of(some) == [digest_of(one) for one in some]
+    assert len(set(digests_of(some))) == len(some)
 
 
 @dataclass(frozen=True)
-class TwoRanks(Group):
-    """Rank 0 of two."""
+class OneOf(Group):
+    """A rank that gets at each gather what all have brought."""
 
-    brought: list[bytes]
-    """What the other rank brings to the gathers that come."""
+    brought: list[list[bytes]]
 
     def gather(self, payload: bytes) -> list[bytes]:
-        return [payload, self.brought.pop(0)]
+        return self.brought.pop(0)
 
 
-@pytest.mark.parametrize(("factor", "refused"), [(1 + 1e-5, False), (1.5, True)])
-def test_a_save_of_what_has_drifted_apart_warns_once(
-    factor: float, refused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    here, there = (ReplicatedComparison({"log": {"a": NUMBERS * one}}, ()) for one in (1.0, factor))
-    for step in (1, 2):
-        digests = [here.digest(), there.digest()]
-        theirs = [
-            records_of_a_rank({"error": "", "reason": ""}),
-            there._mine.digest_of_forms(),
-            there._mine.sketches(),
-        ]
-        group = TwoRanks(0, 2, torch.device("cpu"), theirs)
-        if refused:
-            with pytest.raises(
-                NotReplicated, match=r"'a' of part 'log' has other values on rank 0 than on rank 1"
-            ):
-                here.compare(group, digests, step)
-        else:
-            here.compare(group, digests, step)
-            assert here.proven
-    assert caplog.text.count("ranks have drifted apart") == (not refused)
+def states_of(*values: Any) -> list[dict[str, Any]]:
+    return [{"log": {"a": value}} for value in values]
+
+
+def compared(comparisons: list[Comparison], states: list[dict[str, Any]], step: int) -> str:
+    """What rank 0 raises at a save of these states; empty: nothing."""
+    groups = [OneOf(rank, len(states), torch.device("cpu"), []) for rank in range(len(states))]
+    digests = [
+        one.digest_of(
+            lambda state=state: [  # type: ignore[misc]
+                (part, key, tensor) for part in state for key, tensor in tensors_in(state[part], "")
+            ],
+            [part for part in state.values() if isinstance(part, nn.Module)],
+            group,
+        )
+        for one, state, group in zip(comparisons, states, groups, strict=True)
+    ]
+    nothing = json.dumps({"v": RECORDS, "library": "0.1.0", "record": {"error": "", "reason": ""}}).encode()
+    problems = set()
+    for one, group in zip(comparisons, groups, strict=True):
+        entries = [json.dumps(other._mine).encode() for other in comparisons]
+        group.brought.extend([[nothing] * len(states), entries])
+        try:
+            one.compare(group, digests, step)
+            problems.add("")
+        except NotReplicated as problem:
+            problems.add(str(problem))
+    (problem,) = problems
+    return problem
+
+
+def compare_once(*states: dict[str, Any]) -> str:
+    return compared([Comparison() for _ in states], list(states), 1)
+
+
+def test_the_order_of_keys_is_each_ranks_own() -> None:
+    one = {"log": {"a": torch.ones(2), "b": torch.zeros(3)}, "more": {}}
+    assert not compare_once(one, {"log": {"b": torch.zeros(3), "a": torch.ones(2)}, "more": {}})
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"a": torch.ones(2)}, "'b' of part 'log' is on rank 0 only"),
+        ({"a": torch.ones(2), "b": torch.zeros(3).half()}, "(3,) torch.float32 on rank 0 and (3,) torch.float16"),
+        ({"a": torch.ones(3), "b": torch.zeros(3)}, "'a' of part 'log' is (2,) torch.float32 on rank 0"),
+        ({"a": torch.ones(2), "b": torch.zeros(3), 0: torch.ones(1)}, "'0' of part 'log' is on rank 1 only"),
+        ({"a": torch.ones(2), "b": -torch.zeros(3)}, "'b' of part 'log' has other values on rank 1 than on rank 0"),
+    ],
+)  # fmt: skip
+def test_whatever_differs_has_a_name(other: dict[str, torch.Tensor], what: str) -> None:
+    problem = compare_once({"log": {"a": torch.ones(2), "b": torch.zeros(3)}}, {"log": other})
+    assert what in problem
+    assert "from_rank_0=['log']" in problem
+
+
+def test_all_parts_that_differ_are_declared_at_once() -> None:
+    one, other = ({name: {"a": torch.tensor(rank)} for name in ("ema", "model")} for rank in range(2))
+    assert "from_rank_0=['ema', 'model']" in compare_once(one, other)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        ((1, 1, 2, 1), "on rank 2 than on rank 0 (ranks unlike rank 0: [2])"),
+        ((2, 1, 1, 1), "on rank 0 than on rank 1 (ranks unlike rank 1: [0])"),
+        ((1, 2, 1, 3), "on rank 1 than on rank 0 (ranks unlike rank 0: [1, 3])"),
+    ],
+)
+def test_the_rank_that_computes_something_else_is_named(values: tuple[int, ...], ranks: str) -> None:
+    assert ranks in compare_once(*states_of(*map(torch.tensor, values)))
+
+
+def test_one_bit_of_a_large_tensor_is_found_that_no_sample_has() -> None:
+    other = NUMBERS.clone()
+    other.view(torch.int32)[7, 13] ^= 1
+    assert "'a' of part 'log' has other values" in compare_once(*states_of(NUMBERS, other))
+
+
+def test_of_buffers_forms_are_compared_only() -> None:
+    one, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    other.running_mean += 1  # type: ignore[operator]
+    states = [{"model": module} for module in (one, other)]
+    ranks = [Comparison(), Comparison()]
+    found = [
+        one.digest_of(
+            lambda state=state: [("model", *item) for item in state["model"].state_dict().items()],  # type: ignore[misc]
+            list(state.values()),
+            OneOf(0, 2, torch.device("cpu"), []),
+        )
+        for one, state in zip(ranks, states, strict=True)
+    ]
+    assert found[0] == found[1]
+
+
+def test_on_the_cpu_bits_are_compared_once_after_training_began_and_for_each_new_form() -> None:
+    ranks = [Comparison(), Comparison()]
+    for one in ranks:
+        one.began(5)
+    same, other = states_of(NUMBERS, NUMBERS), states_of(NUMBERS, NUMBERS + 1)
+    assert not compared(ranks, same, 5), "all have just loaded the same"
+    assert "has other values" in compared(ranks, other, 6)
+    assert not compared(ranks, same, 6)
+    assert not compared(ranks, other, 7)
+    late = [{**state, "error": {"0": torch.full((2,), rank)}} for rank, state in enumerate(same)]
+    assert "'0' of part 'error' has other values" in compared(ranks, late, 8)
+    for one in ranks:
+        one.began(8)
+    assert "has other values" in compared(ranks, other, 9)
 
 
 def quantized(value: float) -> torch.Tensor:
@@ -133,9 +234,8 @@ def quantized(value: float) -> torch.Tensor:
 
 
 def test_quantized_tensors_are_compared_and_carried(tmp_path: Path) -> None:
-    one, other = (look_at({"log": {"q": quantized(value)}}) for value in (0.5, 0.7))
-    part, what = difference(one.entries, other.entries, 1)
-    assert (part, "'q' of part 'log' has other values" in what) == ("log", True)
+    problem = compare_once(*states_of(quantized(0.5), quantized(0.7)))
+    assert "'a' of part 'log' has other values" in problem
     Checkpointer(tmp_path, {"log": {"q": quantized(0.5)}}).save(1)
     loaded: dict[str, torch.Tensor] = {}
     assert Checkpointer(tmp_path, {"log": loaded}).load() == 1

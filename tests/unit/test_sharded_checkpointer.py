@@ -52,7 +52,7 @@ def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
         mixed.save(1)
     unequal = Checkpointer(f"{folder}/unequal", {"model": model, "table": {"rows": torch.ones(4) * rank}})
     with pytest.raises(
-        NotReplicated, match="'rows' of part 'table' has other values on rank 0 than on rank 1"
+        NotReplicated, match="'rows' of part 'table' has other values on rank 1 than on rank 0"
     ):
         unequal.save(1)
 

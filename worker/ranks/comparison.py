@@ -4,14 +4,14 @@ State of which each rank has only a part must never be saved so: the other ranks
 theirs, and nothing would show it. A Checkpointer that is made of sharded parts saves the shards of each rank, see
 `checkpointing.sharded`. Refused here are parts that were sharded later, and those that no type shows: tensor
 parallelism and ZeRO with plain tensors, PowerSGD's error feedback. What the script declares to be each rank's own is
-saved by each rank, and not compared.
-Two checks refuse it, by name:
+saved by each rank, and not compared. Two checks refuse it, by name:
 
 1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
-2. By a fingerprint (see `fingerprint`). Each rank makes its own and all compare them: at every save and at the end of a
-   planned change, where all meet anyway; and through the process group's store where no rank may wait for another
-   (copies in memory). There, equal once after training has changed the state, it is not made again before the next save
-   or load, unless a part that is no module holds more tensors than it did then: error feedback begins late.
+2. By a digest of names, shapes, dtypes, and all bits. Each rank makes its own and all compare them: at every save and
+   at the end of a planned change, where all meet anyway; and through the process group's store where no rank may wait
+   for another (copies in memory). On the CPU, where it takes as long as a copy or two, bits are compared once after
+   training has changed the state, and again when a part that is no module holds more tensors than it did then: error
+   feedback begins late. On a device, where it takes no time to speak of, they are compared at every save.
 
 Ranks differ by right in the buffers of modules (statistics of BatchNorm), of which names and shapes are compared
 only, in all that is no tensor, and in parts that the script has declared to be rank 0's.
@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +41,9 @@ from ..state.kinds import (
     is_spread,
     kind_of,
 )
-from ..state.state_dicts import Part, state_of, unwrapped
+from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
-from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
-from .group import Group, because, raise_together
+from .group import Group, raise_together, tried
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,11 @@ PATIENCE_S = 10.0
 REFUSED = hashlib.sha256(b"refused").digest()
 """In the place of a digest, where a state was refused."""
 DIGEST_BYTES = len(REFUSED)
+
+ROW = 127
+"""Words of 8 bytes that are added up to one. An odd number: what all of them have in common does not cancel out."""
+FEW = 1024
+"""Words that stay as they are."""
 
 _TOO_LATE = (
     "it was sharded after the Checkpointer was made: make the Checkpointer after fully_shard(), "
@@ -62,9 +69,9 @@ _HIDDEN = (
 )
 _WHOLE = "every rank has all of it: let it be a plain tensor, as its to_local()"
 _PLAIN = (
-    "a Checkpointer carries of plain tensors only what is the same on every rank. Where these are shards, use "
-    "fully_shard() or parallelize_module() before the Checkpointer is made, or leave them out of its state and save "
-    "them with torch.distributed.checkpoint"
+    "a Checkpointer carries of plain tensors only what is the same on every rank, to the last bit. Where these are "
+    "shards, use fully_shard() or parallelize_module() before the Checkpointer is made, or leave them out of its state "
+    "and save them with torch.distributed.checkpoint"
 )
 
 _CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
@@ -124,79 +131,154 @@ def _refuse_kind(name: str, key: str, tensor: torch.Tensor) -> None:
     )
 
 
-def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:
-    """Of what is compared and grows while training goes on; cheap enough for every step."""
-    grows: list[Any] = []
-    for name, part in state.items():
-        if name in of_rank_0 or isinstance(
-            unwrapped(part) if not isinstance(part, dict) else part, torch.nn.Module
-        ):
-            continue
-        if isinstance(part, torch.optim.Optimizer):
-            grows.append(tuple(map(len, part.state.values())))
-        else:
-            grows.append(
-                tuple((key, shape_of(one), one.dtype) for key, one in tensors_in(state_of(part), ""))
-            )
-    return hash(tuple(grows))
+# ---------------------------------------------------------------- digests
+
+
+class Entry(NamedTuple):
+    """One tensor as one rank has it. `bits` is the digest of these; empty where only the form is compared."""
+
+    part: str
+    key: str
+    form: str
+    bits: str = ""
+
+
+@torch.no_grad()
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Of the bits of each, in their order; with one transfer for each device. The same on every rank and device.
+
+    Any one element that differs is found, any two that have changed places, and an offset.
+    """
+    reduced = [_reduced(_bytes_of(tensor)) for tensor in tensors]
+    found = [""] * len(reduced)
+    for device in {one.device for one in reduced}:
+        here = [place for place, one in enumerate(reduced) if one.device == device]
+        raw = torch.cat([reduced[place] for place in here]).cpu().numpy().data
+        end = 0
+        for place in here:
+            begin, end = end, end + len(reduced[place])
+            found[place] = hashlib.sha256(raw[begin:end]).hexdigest()[:32]
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _reduced(raw: torch.Tensor) -> torch.Tensor:
+    """The sums of columns, beside those of rows, of which the same is made again until they are few."""
+    if len(raw) <= 8 * FEW:
+        return raw
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
+    words, kept = raw.view(torch.int64), []
+    while len(words) > FEW:
+        whole = len(words) // ROW * ROW
+        rows = words[:whole].view(-1, ROW)
+        kept += [rows.sum(0), words[whole:]]
+        words = rows.sum(1)
+    return torch.cat([*kept, words]).view(torch.uint8)
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Where those lie that are made of other tensors is unknown."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def tensors_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield path, state
+        return
+    items: Iterator[tuple[Any, Any]]
+    if isinstance(state, Mapping):
+        items = iter(state.items())
+    elif isinstance(state, list | tuple):
+        items = enumerate(state)
+    else:
+        return
+    for key, value in items:
+        yield from tensors_in(value, f"{path}.{key}" if path else str(key))
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A nested one has none."""
+    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 # ---------------------------------------------------------------- compared
 
 
 class Comparison:
-    """What all ranks should have alike, as this rank sees it; the collectives in which they compare it."""
+    """What all ranks should have alike, as this rank sees it; the collective in which they compare it."""
 
     def __init__(self) -> None:
-        self._mine = Look()
+        self._mine: list[Entry] = []
         self._refusal: CheckpointError | None = None
-        self._has_warned_of_drift = False
+        self._resumed_from = 0
+        """The step at which training began here: up to there ranks may be equal only because all have just begun."""
+        self._known: list[Entry] | None = None
+        """The forms of what was the same on all ranks, to the last bit."""
 
-    def digest_of(self, look: Callable[[], Look]) -> bytes:
-        """What this rank brings to the collective that begins a save; `look` takes its fingerprint, and may raise.
+    def began(self, step: int) -> None:
+        """All ranks have loaded the state of `step`, together."""
+        self._resumed_from, self._known = step, None
 
-        Raises nothing: what went wrong is raised on all ranks together.
+    def digest_of(
+        self,
+        take: Callable[[], Iterable[tuple[str, str, torch.Tensor]]],
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        *,
+        whole: bool = False,
+    ) -> bytes:
+        """What this rank brings to the collective that begins a save; `take` finds parts, keys and tensors.
+
+        Raises nothing: what went wrong is raised on all ranks together. `whole`: with all bits, although they were
+        compared before.
         """
-        self._mine, self._refusal = Look(), None
-        try:
-            self._mine = look()
-        except CheckpointError as refusal:
-            self._refusal = refusal
-        except Exception as failure:
-            self._refusal = because(CheckpointError, f"a state cannot be taken: {failure!r}", failure)
-        return self._mine.digest() if self._refusal is None else REFUSED
+        mine, self._refusal = tried(
+            lambda: self._entries(list(take()), modules, group, whole), "a state cannot be taken"
+        )
+        self._mine = mine or []
+        return hashlib.sha256(json.dumps(self._mine).encode()).digest() if mine is not None else REFUSED
+
+    def _entries(
+        self,
+        found: list[tuple[str, str, torch.Tensor]],
+        modules: Sequence[torch.nn.Module],
+        group: Group,
+        whole: bool,
+    ) -> list[Entry]:
+        """In an order that is the same on all ranks, as that of their keys is not."""
+        if group.world_size == 1:
+            return []
+        forms = [Entry(part, key, f"{_shape_of(tensor)} {tensor.dtype}") for part, key, tensor in found]
+        whole = whole or sorted(forms) != self._known
+        buffers = {buffer.data_ptr() for module in modules for buffer in module.buffers() if has_bits(buffer)}
+        compared = {
+            place: tensor
+            for place, (_, _, tensor) in enumerate(found)
+            if has_bits(tensor)
+            and tensor.data_ptr() not in buffers
+            and (whole or tensor.device.type != "cpu")
+        }
+        for place, bits in zip(compared, digests_of(list(compared.values())), strict=True):
+            forms[place] = forms[place]._replace(bits=bits)
+        return sorted(forms)
 
     def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
-        """All ranks have brought theirs, after `step`. Raises on all of them together."""
-        if len(set(digests)) == 1 and self._refusal is None:
-            return
-        raise_together(group, self._refusal)
-        forms = group.gather(self._mine.digest_of_forms())
-        if len(set(forms)) > 1:
-            other = _first_other(forms)
-            entries = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
-            part, what = difference(entries_of(entries[0]), entries_of(entries[other]), other)
-            raise NotReplicated(_refusal(part, what))
-        if problem := self._judge(self._mine.entries, group.gather(self._mine.sketches())):
-            raise NotReplicated(problem)
-
-    def _judge(self, entries: Sequence[Entry], sketches: Sequence[bytes]) -> str:
-        """The problem of ranks whose forms are the same. Empty, with a warning, where they have only drifted apart."""
-        apart = farthest(entries, sketches)
-        if apart is None:
-            return ""
-        part, what = apart.entry.part, f"{apart.entry.key!r} of part {apart.entry.part!r}"
-        if not apart.distance <= DRIFT:
-            return _refusal(part, f"{what} has other values on rank 0 than on rank {apart.rank}")
-        if not self._has_warned_of_drift:
-            self._has_warned_of_drift = True
-            logger.warning(
-                "ranks have drifted apart, rank 0's state is kept (said once): %s is %.1e of its size off on rank %d",
-                what,
-                apart.distance,
-                apart.rank,
-            )
-        return ""
+        """All ranks have brought theirs, after `step`. Raises, on all together, NotReplicated, or what one has met."""
+        if len(set(digests)) > 1 or self._refusal is not None:
+            raise_together(group, self._refusal)
+            pair = _pair_of(digests)
+            entries = group.gather(json.dumps(self._mine).encode() if group.rank in pair else b"")
+            raise NotReplicated(_problem(digests, pair, [entries[rank] for rank in pair]))
+        if step > self._resumed_from:
+            self._known = [entry._replace(bits="") for entry in self._mine]
 
 
 class ReplicatedComparison(Comparison):
@@ -214,47 +296,54 @@ class ReplicatedComparison(Comparison):
         # Of the Checkpointers of one process, in the order that all ranks make them in.
         self._number = next(_numbers)
         self._loads = 0
-        self._resumed_from = 0
-        """The step at which training began here: up to there ranks may be equal only because all have just begun."""
         self._proven: int | None = None
         """The outline with which all ranks were the same."""
-        self._published: _StoreComparison | None = None
+        self._published: _Published | None = None
         self.cancel_publish: Callable[[], None] = lambda: None
         """Ends what `publish_at_next_step` has begun."""
 
     def began(self, step: int) -> None:
         """All ranks have loaded the state of `step`, together."""
-        self._resumed_from, self._proven, self._published = step, None, None
+        super().began(step)
+        self._proven, self._published = None, None
         self._loads += 1
-
-    def digest(self) -> bytes:
-        """As `digest_of`, of all parts."""
-        return self.digest_of(self._look)
 
     @property
     def proven(self) -> bool:
         return self._proven == self._outline()
 
-    def _outline(self) -> int:
-        return _outline(self._state, self._of_rank_0)
-
-    def _look(self) -> Look:
-        refuse_sharded(self._state)
-        return look_at(self._state, self._of_rank_0, self._refuse_in_states)
-
-    def _refuse_in_states(self, name: str, key: str, tensor: torch.Tensor) -> None:
-        _refuse_tensor(self._state[name], name, key, tensor)
-        _refuse_kind(name, key, tensor)
-
-    def _equal(self, step: int) -> None:
-        """All ranks were the same after `step`."""
-        if step > self._resumed_from:
-            self._proven = self._outline()
+    def digest(self, group: Group, *, whole: bool = False) -> bytes:
+        """As `digest_of`, of all parts."""
+        return self.digest_of(self._take, modules_in(self._state), group, whole=whole)
 
     def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
         """As `Comparison.compare`, and remember that they were the same."""
         super().compare(group, digests, step)
-        self._equal(step)
+        if step > self._resumed_from:
+            self._proven = self._outline()
+
+    def _take(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        refuse_sharded(self._state)
+        for name, part in self._state.items():
+            for key, tensor in tensors_in(state_of(part), ""):
+                _refuse_tensor(part, name, key, tensor)
+                _refuse_kind(name, key, tensor)
+                if name not in self._of_rank_0:
+                    yield name, key, tensor
+
+    def _outline(self) -> int:
+        """Of what is compared and grows while training goes on; cheap enough for every step."""
+        grows: list[Any] = []
+        for name, part in self._state.items():
+            one = part if isinstance(part, dict) else unwrapped(part)
+            if name in self._of_rank_0 or isinstance(one, torch.nn.Module):
+                continue
+            if isinstance(one, torch.optim.Optimizer):
+                grows.append(tuple(map(len, one.state.values())))
+            else:
+                found = tensors_in(state_of(part), "")
+                grows.append(tuple((key, _shape_of(tensor), tensor.dtype) for key, tensor in found))
+        return hash(tuple(grows))
 
     # ---------------------------------------------------------------- where no rank may wait for another
 
@@ -270,13 +359,12 @@ class ReplicatedComparison(Comparison):
         self.cancel_publish = progress.on_step(publish)
 
     def publish(self, group: Group, step: int) -> None:
-        """Put this rank's fingerprint where the others can see it. Does not wait, and raises nothing."""
-        digest = self.digest()
-        again = (
-            self._published.times + 1 if self._published is not None and self._published.step == step else 0
-        )
+        """Put this rank's digest where the others can see it. Does not wait, and raises nothing."""
+        former = self._published
+        again = former.times + 1 if former is not None and former.step == step else 0
         prefix = f"elastic-agent/replicas/{self._number}/{self._loads}/{step}/{again}"
-        self._published = _StoreComparison(prefix, group, step, again, self._outline(), digest, self._mine)
+        digest = self.digest(group, whole=True)
+        self._published = _Published(prefix, group, step, again, self._outline(), digest.hex(), self._mine)
         try:
             self._published.publish()
         except RuntimeError as error:
@@ -287,10 +375,9 @@ class ReplicatedComparison(Comparison):
 
         Raises NotReplicated on every rank that asks, and what this rank's own state raises.
         """
-        outline = self._outline()
+        outline, published = self._outline(), self._published
         if self._proven == outline:
             return True
-        published = self._published
         if published is None or published.outline != outline or published.step <= self._resumed_from < step:
             self.publish(group, step)
             published = self._published
@@ -300,63 +387,50 @@ class ReplicatedComparison(Comparison):
         try:
             if not published.all_have_come(wait=wait):
                 return False
-            problem = "" if published.all_equal() else published.difference(self._judge)
+            problem = published.problem()
         except RuntimeError as error:
             logger.warning("ranks cannot be compared, so nothing is copied: step=%d reason=%s", step, error)
             return False
         if problem:
             raise NotReplicated(problem)
-        self._equal(published.step)
+        if published.step > self._resumed_from:
+            self._proven = outline
         return True
 
 
-class _StoreComparison:
-    """One comparison through the store: some counters that grow with the ranks that have come.
+@dataclass(slots=True)
+class _Published:
+    """What one rank has put into the store at a step, where some counters grow with the ranks that have come.
 
     Raises RuntimeError where the store does.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        group: Group,
-        step: int,
-        times: int,
-        outline: int,
-        digest: bytes,
-        mine: Look,
-    ) -> None:
-        self.step = step
-        self.times = times
-        """Comparisons of that step before this one."""
-        self.outline = outline
-        self._prefix = prefix
-        self._group = group
-        self._digest = digest.hex()
-        self._mine = mine
-        self._waited = False
+    prefix: str
+    group: Group
+    step: int
+    times: int
+    """Comparisons of that step before this one."""
+    outline: int
+    digest: str
+    entries: list[Entry]
+    has_waited: bool = False
 
     def publish(self) -> None:
-        if self._group.world_size == 1:
+        if self.group.world_size == 1:
             return
         store = _store()
-        for what, mine in (
-            ("of", self._digest.encode()),
-            ("forms", self._mine.digest_of_forms()),
-            ("sketches", self._mine.sketches()),
-        ):
-            store.set(f"{self._prefix}/{what}/{self._group.rank}", mine)
-        store.add(f"{self._prefix}/same/{self._digest}", 1)
-        if store.add(f"{self._prefix}/come", 1) == self._group.world_size:
-            store.set(f"{self._prefix}/complete", "1")
+        store.set(f"{self.prefix}/of/{self.group.rank}", self.digest)
+        store.add(f"{self.prefix}/same/{self.digest}", 1)
+        if store.add(f"{self.prefix}/come", 1) == self.group.world_size:
+            store.set(f"{self.prefix}/complete", "1")
 
     def all_have_come(self, *, wait: bool) -> bool:
         """They are waited for no more than once."""
-        if self._group.world_size == 1:
+        if self.group.world_size == 1:
             return True
-        store, key = _store(), f"{self._prefix}/complete"
-        if wait and not self._waited:
-            self._waited = True
+        store, key = _store(), f"{self.prefix}/complete"
+        if wait and not self.has_waited:
+            self.has_waited = True
             try:
                 store.wait([key], timedelta(seconds=PATIENCE_S))
             except RuntimeError as error:
@@ -367,48 +441,65 @@ class _StoreComparison:
                 )
         return bool(store.check([key]))
 
-    def all_equal(self) -> bool:
-        world_size = self._group.world_size
-        return world_size == 1 or _store().add(f"{self._prefix}/same/{self._digest}", 0) == world_size
-
-    def difference(self, judge: Callable[[Sequence[Entry], Sequence[bytes]], str]) -> str:
-        """The problem when all have come and some differ; empty where they have only drifted apart."""
-        digests, refused = self._all("of"), REFUSED.hex().encode()
+    def problem(self) -> str:
+        """Of ranks that have all come. Empty: they have the same."""
+        world_size = self.group.world_size
+        if world_size == 1 or _store().add(f"{self.prefix}/same/{self.digest}", 0) == world_size:
+            return ""
+        store, refused = _store(), REFUSED.hex().encode()
+        digests = store.multi_get([f"{self.prefix}/of/{rank}" for rank in range(world_size)])
         if refused in digests:
             return f"the state of rank {digests.index(refused)} is refused there: see its log"
-        forms = self._all("forms")
-        if len(set(forms)) == 1:
-            return judge(self._mine.entries, self._all("sketches"))
-        other, store = _first_other(forms), _store()
-        if self._group.rank in (0, other):
-            store.set(f"{self._prefix}/entries/{self._group.rank}", self._mine.to_json())
-        pair = [f"{self._prefix}/entries/{rank}" for rank in (0, other)]
-        store.wait(pair, timedelta(seconds=PATIENCE_S))
-        ours, its = map(entries_of, store.multi_get(pair))
-        return _refusal(*difference(ours, its, other))
-
-    def _all(self, what: str) -> list[bytes]:
-        """What every rank has brought, by rank."""
-        return list(
-            _store().multi_get([f"{self._prefix}/{what}/{rank}" for rank in range(self._group.world_size)])
-        )
+        pair = _pair_of(digests)
+        if self.group.rank in pair:
+            store.set(f"{self.prefix}/entries/{self.group.rank}", json.dumps(self.entries))
+        keys = [f"{self.prefix}/entries/{rank}" for rank in pair]
+        store.wait(keys, timedelta(seconds=PATIENCE_S))
+        return _problem(digests, pair, store.multi_get(keys))
 
 
-def _refusal(part: str, what: str) -> str:
+def _pair_of(digests: Sequence[bytes]) -> tuple[int, int]:
+    """A rank that has what most have, rank 0 where no more have anything else, and the first that has not."""
+    usual = digests.index(Counter(digests).most_common(1)[0][0])
+    return usual, next(rank for rank, digest in enumerate(digests) if digest != digests[usual])
+
+
+def _problem(digests: Sequence[bytes], pair: tuple[int, int], raw: Sequence[bytes]) -> str:
+    """Of two ranks with these entries, by the first tensor in which they differ."""
+    usual, odd = pair
+    ours, theirs = map(_by_key, raw)
+    parts: dict[str, str] = {}
+    for part, key in {**ours, **theirs}:
+        mine, its = ours.get((part, key)), theirs.get((part, key))
+        if mine == its:
+            continue
+        if mine is None or its is None:
+            what = f"is on rank {odd if mine is None else usual} only"
+        elif mine[0].form != its[0].form:
+            what = f"is {mine[0].form} on rank {usual} and {its[0].form} on rank {odd}"
+        else:
+            what = f"has other values on rank {odd} than on rank {usual}"
+        parts.setdefault(part, f"{key!r} of part {part!r} {what}")
+    first, names = next(iter(parts.values())), list(parts)
+    unlike = [rank for rank, digest in enumerate(digests) if digest != digests[usual]]
+    all_unlike = f" (ranks unlike rank {usual}: {unlike})" if len(digests) > 2 else ""
     of_stages = (
         " Where ranks have stages of a pipeline, call fully_shard() on each, also over a mesh of one rank, before the "
         "Checkpointer is made."
     )
     return (
-        f"{what}: {_PLAIN}.{of_stages if what.endswith('only') else ''} "
-        f"Where rank 0's is meant for all, declare it: Checkpointer(..., from_rank_0=[{part!r}]); "
-        f"where each rank goes on with its own: per_rank=[{part!r}]"
+        f"{first}{all_unlike}: {_PLAIN}.{of_stages if first.endswith('only') else ''} "
+        f"Where rank 0's is meant for all, declare it: Checkpointer(..., from_rank_0={names}); "
+        f"where each rank goes on with its own: per_rank={names}"
     )
 
 
-def _first_other(digests: Sequence[Any]) -> int:
-    """The first rank that does not have what rank 0 has."""
-    return next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+def _by_key(raw: bytes) -> dict[tuple[str, str], list[Entry]]:
+    """Two keys of different types may look the same."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in itertools.starmap(Entry, json.loads(raw)):
+        found.setdefault((entry.part, entry.key), []).append(entry)
+    return found
 
 
 def _store() -> Any:

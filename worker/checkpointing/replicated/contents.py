@@ -18,8 +18,8 @@ from ...state.rank_parts import Rules, pack
 from ...state.state_dicts import Part, modules_in, state_of
 from ...storage.memory.rank_state import Buffers
 
-# What a rank brings to save(): the step, a digest of its state (see `replicas`), and whether it has parts for itself,
-# followed by its random state.
+# What a rank brings to save(): the step, a digest of its state, and whether it has parts for itself, followed by its
+# random state.
 _CALL = struct.Struct(f"!q{DIGEST_BYTES}sB")
 _NOTHING, _ROW, _REFUSED = range(3)
 
@@ -65,7 +65,7 @@ class Contents:
         """What all ranks have for themselves: they must have come to the same step, and have the same state."""
         row, refusal = self._pack(step)
         kind = _NOTHING if not self._own else _ROW if refusal is None else _REFUSED
-        calls = group.gather(_CALL.pack(step, self.comparison.digest(), kind) + rng.capture())
+        calls = group.gather(_CALL.pack(step, self.comparison.digest(group), kind) + rng.capture())
         parts = [_CALL.unpack_from(call) for call in calls]
         steps = {rank: one[0] for rank, one in enumerate(parts)}
         if len(set(steps.values())) > 1:

@@ -6,14 +6,13 @@ node, and no rank could tell whose of several different ones is the right one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ...errors import CheckpointError, Sharded
-from ...ranks.comparison import Comparison
-from ...ranks.fingerprint import look_at_tensors
+from ...ranks.comparison import Comparison, digests_of, has_bits
 from ...ranks.group import Group, tried
 from ...state import rng
 from ...state.rank_parts import Rules
@@ -40,7 +39,7 @@ class ShardContents:
         self.given = dict(parts)
         self._of_rank_0 = sorted(of_rank_0)
         self._layouts = ShardLayouts()
-        self._comparison = Comparison()
+        self.comparison = Comparison()
 
     def refuse(self) -> None:
         """Raises Sharded, or NotPlainData, for what cannot be carried."""
@@ -70,17 +69,12 @@ class ShardContents:
         layout, refusal = tried(lay_out, "a state cannot be taken")
         if not compare:
             return LaidOut(layout, refusal)
-        modules = modules_in(self.given)
-        return LaidOut(layout, refusal, self._comparison.digest_of(lambda: look_at_tensors(alike, modules)))
+        digest = self.comparison.digest_of(lambda: alike, modules_in(self.given), group)
+        return LaidOut(layout, refusal, digest)
 
-    def sample(self) -> bytes:
-        """Of some elements of each weight and buffer here: another one after any step of training.
+    def digests(self) -> list[str]:
+        """Of each weight and buffer here: others after any step of training.
 
         What counts changes in place is no such sign: fused and foreach optimizers leave it as it is.
         """
-        tensors = [(name, str(place), one) for place, (name, one) in enumerate(self.parts.local_tensors())]
-        return look_at_tensors(tensors, ()).digest()
-
-    def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
-        """Raises NotReplicated on all ranks together."""
-        self._comparison.compare(group, digests, step)
+        return digests_of([one for _, one in self.parts.local_tensors() if has_bits(one)])

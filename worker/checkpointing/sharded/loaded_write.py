@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
@@ -37,7 +37,7 @@ class _Loaded:
     """The newest step since then that all ranks were to copy."""
     is_written: bool = True
     """It, or a newer step, was given to the disk: on all ranks the same."""
-    sample: bytes = b""
+    digests: Sequence[str] = ()
     """Of the weights as they were loaded, where that is not written."""
 
     def say_at_exit(self, disk: DiskSaver) -> None:
@@ -75,7 +75,7 @@ class LoadedWrite:
     def began(self, step: int) -> None:
         """All ranks have loaded the state of `step`. Where it came out of memory, `order` follows."""
         self._loaded.step, self._loaded.copied = step, None
-        self._loaded.is_written, self._loaded.sample = True, b""
+        self._loaded.is_written, self._loaded.digests = True, ()
 
     def copied(self, step: int) -> None:
         """All ranks were to copy that newer step."""
@@ -109,7 +109,7 @@ class LoadedWrite:
         if met.durable:
             return
         if met.some_refused:
-            self._loaded.sample = self._contents.sample()
+            self._loaded.digests = self._contents.digests()
             return
         try:
             self._directory.require(group)
@@ -150,7 +150,7 @@ class LoadedWrite:
         return loaded.is_written
 
     def _is_unchanged(self, group: Group) -> bool:
-        return all_did(group, lambda: self._contents.sample() == self._loaded.sample, "nothing is written")
+        return all_did(group, lambda: self._contents.digests() == self._loaded.digests, "nothing is written")
 
     def _is_on_disk(self, version: Version) -> bool:
         """A checkpoint of that step by an older generation is of a past that was given up since."""

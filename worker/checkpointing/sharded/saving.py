@@ -103,6 +103,7 @@ class ShardSaving(SaveOutcomes):
         self.floor = step - 1
         self._protected = loaded
         self._resumed_from, self._compared = step, False
+        self._contents.comparison.began(step)
         self._loaded.began(step)
         if self._memory is not None:
             self._memory.resumed_from = step
@@ -177,7 +178,7 @@ class ShardSaving(SaveOutcomes):
             raise_together(group, laid_out.refusal)
             raise CheckpointError("some rank's state cannot be taken")
         if compare:
-            self._contents.compare(group, [one.common for one in met.all], step)
+            self._contents.comparison.compare(group, [one.common for one in met.all], step)
             self._compared = step > self._resumed_from
         if met.some_have_new_tables:
             self._saves.exchange(layout.packed_table, group)
