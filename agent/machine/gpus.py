@@ -242,11 +242,6 @@ class GpuHealth:
         self._reader.on_health = self.handle
         self._ask()
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Of the reader."""
-        return self._reader.pids
-
     def generation_begins(self) -> None:
         """What has been told until now concerns earlier workers."""
         self._baseline = self._next_baseline

@@ -245,6 +245,7 @@ def _start_helpers(agent: Agent) -> None:
     guard.start(agent.incarnation, folders, agent.node.cgroup)
     agent.ends.callback(guard.close)
     reader = agent.started(NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.post))
+    agent.subreaper.add_known(lambda: reader.pids)
     agent.gpu_memory = GpuMemory(reader, agent.config.gpu_memory_wait_s, agent.clock)
     agent.gpu_memory.start()
     agent.gpu_health = GpuHealth(reader)
@@ -396,7 +397,7 @@ def _serve_workers(agent: Agent) -> Processes:
     agent.memory_server = memory_server
     evidence = EvidenceKeeper(agent.name, agent.run_directory, clock, agent.secrets)
     agent.ends.callback(evidence.close)
-    subreaper.add_known(lambda: (guard.pid, *agent.gpu_health.pids, *worker_store.pids))
+    subreaper.add_known(lambda: (guard.pid, *worker_store.pids))
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.sessions))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
     subreaper.expect_sessions(lambda: spares.sessions)

@@ -134,10 +134,12 @@ class HangLimits:
         return (Urgency.EARLY, self.early_s), (Urgency.OVERDUE, self.overdue_s), (Urgency.LAST, self.last_s)
 
 
-UNKNOWN = HangLimits(30.0 - LOOK_EVERY_S - LOOK_S, 300.0, 1800.0)
-"""Of workers that report no steps, or too few so far, and of those that save or evaluate. A rank is named within 30 s:
-the last sign of life may be as old as the pause between two looks, and then the workers are looked at. It is ended
-late: it may wait for a service, or load, or compile."""
+UNKNOWN = HangLimits(30.0 - LOOK_EVERY_S - LOOK_S, 300.0 - LOOK_EVERY_S - LOOK_S, 1800.0)
+"""Of workers that report no steps, or too few so far, and of those that save or evaluate. A rank is named within 30 s,
+and ended within 5 min: the last sign of life may be as old as the pause between two looks, and then the workers are
+looked at. That is late: it may wait for a service, or load, or compile."""
+LEAST_S = 300.0
+"""A limit of the user's own, until workers report steps."""
 STEPS = HangLimits(5.0, 30.0, 600.0)
 """Of workers that report steps: the least, where steps are short. A look is begun so early that it is over by then."""
 TIMES = HangLimits(3.0, 5.0, 5.0)
@@ -291,7 +293,7 @@ class HangDetector:
 
     def _limits(self) -> HangLimits:
         if isinstance(self.timeout, float):
-            limit_s = self.timeout if self.steps else max(self.timeout, UNKNOWN.overdue_s)
+            limit_s = self.timeout if self.steps else max(self.timeout, LEAST_S)
             return HangLimits(limit_s, limit_s, limit_s)
         usual_s = self.learned.usual_s
         aside = self.saving or self.polled_at > max(self._stepped_at.values(), default=0.0)

@@ -157,7 +157,7 @@ def test_a_reader_that_dies_ends_the_wait_and_is_said_once(
     library.says("ask_crashes 1" if by_nvml else "ask_hangs 1")
     ready.gpus.worker_failed()
     if not by_nvml:
-        os.kill(ready.gpus.pids[0], signal.SIGKILL)
+        os.kill(ready.reader.pids[0], signal.SIGKILL)
     assert not ready.answer()
     assert not ready.gpus.waiting
     ready.gpus.worker_failed()
@@ -194,6 +194,6 @@ def test_without_gpus_no_process_is_started() -> None:
     made.start()
     made.gpus.worker_failed()
     assert not made.gpus.waiting
-    assert not made.gpus.pids
+    assert not made.reader.pids
     settle_io()
     assert made.events.empty()

@@ -79,18 +79,18 @@ def test_what_is_rare_but_usual_makes_the_limits_longer() -> None:
 def test_before_enough_is_known_the_limits_are_far() -> None:
     watch = stepping(ENOUGH // 2, 0.1)
     assert watch.state(None) == "watching"
-    limits = [urgency(watch, 0.5 + s) for s in (26.4, 26.6, 299.0, 301.0, 1799.0, 1801.0)]
+    limits = [urgency(watch, 0.5 + s) for s in (26.4, 26.6, 296.0, 301.0, 1799.0, 1801.0)]
     assert limits == [None, EARLY, EARLY, OVERDUE, OVERDUE, LAST]
 
 
 def test_while_workers_save_or_evaluate_the_limits_are_far() -> None:
     watch = stepping(40, 0.5)
     watch.marked({1}, None)
-    assert [urgency(watch, 20.0 + s) for s in (26.4, 299.9, 300.1)] == [None, EARLY, OVERDUE]
+    assert [urgency(watch, 20.0 + s) for s in (26.4, 296.4, 296.6)] == [None, EARLY, OVERDUE]
     watch.marked((), None)
     assert urgency(watch, 51.0) is OVERDUE
     watch.marked((), 60.0)
-    assert [urgency(watch, 60.0 + s) for s in (26.4, 299.9, 300.1)] == [None, EARLY, OVERDUE]
+    assert [urgency(watch, 60.0 + s) for s in (26.4, 296.4, 296.6)] == [None, EARLY, OVERDUE]
     watch.stepped(0, 41, 400.0)
     assert urgency(watch, 404.0) is EARLY
 
@@ -136,8 +136,8 @@ def test_without_steps_a_worker_that_uses_nothing_is_suspected_so_early_that_it_
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     still_at, _ = looks(watch, at, 20, 0.0, used)
     assert watch.state(None) == "watching"
-    limits = [urgency(watch, at + still_s, (0,)) for still_s in (26.4, 26.6, 299.9, 300.1)]
-    assert limits == [None, EARLY, EARLY, OVERDUE], "and ended late: it may wait for a service"
+    limits = [urgency(watch, at + still_s, (0,)) for still_s in (26.4, 26.6, 296.4, 296.6)]
+    assert limits == [None, EARLY, EARLY, OVERDUE], "and ended within five minutes: it may wait for a service"
     assert watch.still_s(0, still_at) == still_at - at
 
 
