@@ -185,9 +185,9 @@ def encode_meta(job: str, host: str) -> bytes:
 
 
 def check_of(job: str) -> str:
-    """In the place of the job's name, where a check of the job's nodes hosts the store: no job has a name with spaces.
-    It ends with the check, so the job's agents wait for its end."""
-    return f"check of {job}"
+    """The job that checks the nodes of this one. Where it hosts the store, the store ends with the check, so the agents
+    of the job wait for its end."""
+    return f"{job[:120]}.check"
 
 
 class CheckGoesOn(Invalid):

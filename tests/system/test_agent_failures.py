@@ -37,7 +37,6 @@ SOME = ("last-saves", "log-folders", "node-checks", "notices")
 """Those of agents at the end of a job, with --log-dir, with --check, and with a source of notices."""
 
 ELSEWHERE = (
-    "check-lease",  # of `check --nodes`
     "check-server",  # of `check --nodes`
     "commits",
     "directory-locks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -13,28 +12,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic_agent.health.checks import pair_probes
-from elastic_agent.health.checks.pair_probes import AllReduceOrder, all_reduce, reach
-from elastic_agent.health.checks.pairs import NodeFacts, Obstacle
+from elastic_agent.health.checks import pairs
+from elastic_agent.health.checks.pairs import NodeFacts, all_reduce, reach
 
 HERE = "127.0.0.1"
-TOKEN = "0" * 32 + "1" * 32
+TOKEN = "0" * 32
 
 
 def facts(port: int, address: str = HERE) -> NodeFacts:
-    return NodeFacts("b", "b-1", address, port, TOKEN, 1)
+    return NodeFacts("b", address, port=port, token=TOKEN)
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_probes, "ANSWER_S", 0.5)
-    monkeypatch.setattr(pair_probes, "CONNECT_S", 0.5)
+    monkeypatch.setattr(pairs, "ANSWER_S", 0.5)
+    monkeypatch.setattr(pairs, "CONNECT_S", 0.5)
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[int]:
     with socket.create_server((HERE, 0)) as listener:
-        thread = threading.Thread(target=pair_probes.serve, args=(listener, TOKEN))
+        thread = threading.Thread(target=pairs.serve, args=(listener, TOKEN))
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
@@ -66,12 +64,12 @@ def test_a_node_that_answers_is_reached() -> None:
 def test_a_port_without_a_listener_refuses() -> None:
     with socket.socket() as bound:
         bound.bind((HERE, 0))
-        assert reach(HERE, [facts(bound.getsockname()[1])]) == {"b": Obstacle.REFUSED}
+        assert reach(HERE, [facts(bound.getsockname()[1])]) == {"b": "refused"}
 
 
 def test_silence_after_the_connection_is_told_from_a_refusal() -> None:
     with socket.create_server((HERE, 0)) as silent:
-        assert reach(HERE, [facts(silent.getsockname()[1])]) == {"b": Obstacle.SILENT}
+        assert reach(HERE, [facts(silent.getsockname()[1])]) == {"b": "silent"}
 
 
 def test_a_full_backlog_is_silence_to_syn() -> None:
@@ -82,59 +80,44 @@ def test_a_full_backlog_is_silence_to_syn() -> None:
             client = taken.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        assert reach(HERE, [facts(full.getsockname()[1])]) == {"b": Obstacle.DROPPED}
+        assert reach(HERE, [facts(full.getsockname()[1])]) == {"b": "dropped"}
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 32, b""])
-def test_another_program_at_the_port_is_named_so(answer: bytes) -> None:
+@pytest.mark.parametrize(
+    ("answer", "obstacle"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 32, "stranger"), (b"", "silent")]
+)
+def test_another_program_at_the_port_is_named_so(answer: bytes, obstacle: str) -> None:
     with another_program(answer) as port:
-        assert reach(HERE, [facts(port)])["b"] in (Obstacle.STRANGER, Obstacle.SILENT)
+        assert reach(HERE, [facts(port)]) == {"b": obstacle}
 
 
 def test_an_address_that_is_not_ours_is_our_own_trouble() -> None:
-    assert reach("192.0.2.1", [facts(29500)]) == {"b": Obstacle.OWN}
+    assert reach("192.0.2.1", [facts(29500)]) == {"b": "own"}
 
 
-def test_strangers_neither_hang_nor_crash_the_server_and_get_nothing() -> None:
+def test_strangers_neither_hang_nor_crash_the_server() -> None:
     with serving() as port, contextlib.ExitStack() as strangers:
         for said in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 32):
             stranger = strangers.enter_context(socket.create_connection((HERE, port)))
             stranger.sendall(said)
         assert reach(HERE, [facts(port)]) == {}
-        stranger.settimeout(5.0)
-        with contextlib.suppress(ConnectionError):
-            assert stranger.recv(64) == b""
-
-
-def test_a_flood_holds_no_more_connections_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_probes, "AT_ONCE", 2)
-    monkeypatch.setattr(pair_probes, "ANSWER_S", 60.0)
-    with serving() as port, contextlib.ExitStack() as strangers:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(20):
-            strangers.enter_context(socket.create_connection((HERE, port)))
-        time.sleep(0.3)
-        held = len(os.listdir("/proc/self/fd")) - before - 20
-    assert held <= 3
 
 
 # --- The all-reduce
 
 
-def orders() -> Iterator[AllReduceOrder]:
-    with socket.create_server((HERE, 0)) as store:
-        port = store.getsockname()[1]
-        yield AllReduceOrder(0, HERE, port, "lo", "check-1", "gloo", store.fileno())
-        yield AllReduceOrder(1, HERE, port, "lo", "check-1", "gloo")
+def two_nodes() -> tuple[NodeFacts, NodeFacts, socket.socket]:
+    """And where the store of the first listens."""
+    store = socket.create_server((HERE, 0))
+    port = store.getsockname()[1]
+    return NodeFacts("a", HERE, store_port=port), NodeFacts("b", HERE), store
 
 
 def test_two_nodes_do_an_all_reduce() -> None:
     pytest.importorskip("torch")
-    made = orders()
-    both = [next(made), next(made)]
-    with ThreadPoolExecutor(2) as pool:
-        answers = [*pool.map(lambda order: all_reduce(order, sys.executable, os.environ), both)]
-    made.close()
+    a, b, store = two_nodes()
+    with store, ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(lambda pair: all_reduce(1, *pair, store), [(a, b), (b, a)])]
     assert [problem for _, problem in answers] == ["", ""]
     assert all(rate > 1e5 for rate, _ in answers)
 
@@ -142,20 +125,21 @@ def test_two_nodes_do_an_all_reduce() -> None:
 def test_a_process_that_fails_hangs_or_is_not_there_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order = AllReduceOrder(1, HERE, 1, "lo", "check-1", "gloo")
+    a, b, store = two_nodes()
 
-    def says(program: str) -> str:
-        monkeypatch.setattr(
-            pair_probes, "probe_command", lambda python, module, main: [python, "-c", program]
-        )
-        rate, problem = all_reduce(order, sys.executable, os.environ)
+    def says(*command: str) -> str:
+        monkeypatch.setattr(pairs, "probe_command", lambda python, module, main: [*command])
+        rate, problem = all_reduce(1, a, b, store)
         assert rate == 0.0
         return problem
 
-    assert says("import sys; sys.exit('RuntimeError: connect failed')") == "RuntimeError: connect failed"
-    assert says("import os; os.kill(os.getpid(), 9)") == "it ended with -9"
-    monkeypatch.setattr(pair_probes, "WITHIN_S", 0.2)
-    began = time.monotonic()
-    assert "it hangs" in says("import time; time.sleep(60)")
-    assert time.monotonic() - began < 10.0
-    assert all_reduce(order, "/nonesuch", os.environ)[1].startswith("/nonesuch: No such file")
+    with store:
+        python = sys.executable, "-c"
+        failed = says(*python, "import sys; sys.exit('RuntimeError: connect failed')")
+        assert failed == "RuntimeError: connect failed"
+        assert says(*python, "import os; os.kill(os.getpid(), 9)") == "it ended with -9"
+        assert "No such file" in says("/nonesuch")
+        monkeypatch.setattr(pairs, "WITHIN_S", 0.2)
+        began = time.monotonic()
+        assert "it hangs" in says(*python, "import time; time.sleep(60)")
+        assert time.monotonic() - began < 10.0

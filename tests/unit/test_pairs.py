@@ -11,10 +11,8 @@ from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs import (
     MOST_TRIED,
     AllReduce,
-    CheckResults,
     NodeFacts,
     NodeResults,
-    Obstacle,
     Pair,
     PairsReport,
     PeerFinding,
@@ -33,11 +31,8 @@ COUNTS = (4, 5, 6, 9, 16, 33)
 def a_node(name: str, **changes: object) -> NodeFacts:
     facts: dict[str, object] = {
         "node": name,
-        "life": f"{name}-1",
         "address": "10.0.0.1",
         "port": 29500,
-        "token": "0" * 64,
-        "store_port": 29501,
         "machine": f"m-{name}",
         "traits": {"MTU": "1500", "torch": "2.13.0", "number of GPUs": "8", "address family": "AF_INET"},
         **changes,
@@ -45,26 +40,35 @@ def a_node(name: str, **changes: object) -> NodeFacts:
     return NodeFacts(**facts)  # type: ignore[arg-type]
 
 
-def found(
+def given(
     nodes: Mapping[str, NodeFacts],
     rate: Callable[[str, str], float | str] = lambda one, other: FAST,
-    blocked: Mapping[tuple[str, str], Obstacle] | None = None,
-    wanted: int | None = None,
-) -> CheckResults:
+    blocked: Mapping[tuple[str, str], str] | None = None,
+) -> dict[str, NodeResults]:
     """What all nodes found out; `rate` is a text where the all-reduce of the two has failed."""
     names, blocked = list(nodes), blocked or {}
-    made = CheckResults(len(nodes) if wanted is None else wanted, tuple(nodes.values()))
-    for name in names:
-        tried = tried_by(name, names)
-        there = {other: blocked[name, other] for other in tried if (name, other) in blocked}
-        made.given.append((name, NodeResults(tried, there)))
+    met: dict[str, dict[str, AllReduce]] = {name: {} for name in names}
     for pairs in rounds(names):
         for pair in pairs:
             value = rate(*pair)
             for one, other in (pair, pair[::-1]):
-                answer = AllReduce(other, 0.0, value) if isinstance(value, str) else AllReduce(other, value)
-                made.given.append((one, NodeResults(all_reduce=answer)))
+                met[one][other] = (0.0, value) if isinstance(value, str) else (value, "")
+    made = {}
+    for name in names:
+        tried = tried_by(name, names)
+        there = {other: blocked[name, other] for other in tried if (name, other) in blocked}
+        made[name] = NodeResults(tried, there, met[name])
     return made
+
+
+def report_of(
+    nodes: Mapping[str, NodeFacts],
+    rate: Callable[[str, str], float | str] = lambda one, other: FAST,
+    blocked: Mapping[tuple[str, str], str] | None = None,
+    wanted: int | None = None,
+) -> PairsReport:
+    """Where all were there to the end."""
+    return make_report(wanted or len(nodes), [*nodes.values()], given(nodes, rate, blocked))
 
 
 def nodes(names: str) -> dict[str, NodeFacts]:
@@ -76,11 +80,11 @@ def many(count: int) -> dict[str, NodeFacts]:
 
 
 def the(report: PairsReport, check: str) -> list[PeerFinding]:
-    return [one for one in report.findings if one.finding.check == check]
+    return [one for one in report.findings if one.check == check]
 
 
 def blamed(report: PairsReport, check: str) -> list[tuple[Outcome, tuple[str, ...], tuple[Pair, ...], bool]]:
-    return [(one.finding.outcome, one.nodes, one.links, one.decided) for one in the(report, check)]
+    return [(one.outcome, one.nodes, one.links, one.decided) for one in the(report, check)]
 
 
 # --- The order
@@ -144,34 +148,34 @@ def test_where_nothing_has_passed_nobody_is_accused() -> None:
 
 
 def test_where_all_is_well_each_check_says_so_once() -> None:
-    report = make_report(found(nodes("abcd")))
-    assert {one.finding.outcome for one in report.findings} == {OK}
-    assert len({one.finding.check for one in report.findings}) == len(report.findings) == 6
+    report = report_of(nodes("abcd"))
+    assert {one.outcome for one in report.findings} == {OK}
+    assert len({one.check for one in report.findings}) == len(report.findings) == 6
 
 
 def test_a_packet_filter_is_named_with_node_address_port_and_direction() -> None:
-    report = make_report(found(nodes("abcd"), blocked={("c", "a"): Obstacle.DROPPED}))
+    report = report_of(nodes("abcd"), blocked={("c", "a"): "dropped"})
     assert blamed(report, "peer-reachable") == [(FAIL, (), (("a", "c"),), True)]
     (one,) = the(report, "peer-reachable")
-    assert one.finding.summary.startswith("from c to a (10.0.0.1 port 29500): no answer to SYN")
-    assert one.finding.summary.endswith("the way back is open")
-    assert "nft list ruleset" in one.finding.advice
+    assert one.summary.startswith("from c to a (10.0.0.1 port 29500): no answer to SYN")
+    assert one.summary.endswith("the way back is open")
+    assert "nft list ruleset" in one.advice
 
 
 def test_a_node_that_nobody_reaches_is_one_finding() -> None:
     names = "abcdefghijklm"
-    ways = {way: Obstacle.REFUSED for other in names[1:] for way in ((other, "a"), ("a", other))}
-    report = make_report(found(nodes(names), blocked=ways))
+    ways = {way: "refused" for other in names[1:] for way in ((other, "a"), ("a", other))}
+    report = report_of(nodes(names), blocked=ways)
     assert blamed(report, "peer-reachable") == [(FAIL, ("a",), (), True)]
     (one,) = the(report, "peer-reachable")
-    assert one.finding.summary.startswith("node a: ")
-    assert one.finding.summary.endswith("and 4 more")
+    assert one.summary.startswith("node a: ")
+    assert one.summary.endswith("and 4 more")
 
 
 def test_of_two_nodes_it_is_said_that_it_is_not_known_which() -> None:
-    report = make_report(found(nodes("ab"), blocked={("a", "b"): Obstacle.NO_ROUTE}))
+    report = report_of(nodes("ab"), blocked={("a", "b"): "no-route"})
     assert blamed(report, "peer-reachable") == [(FAIL, ("a", "b"), (("a", "b"),), False)]
-    assert "more nodes tell" in the(report, "peer-reachable")[0].finding.summary
+    assert "more nodes tell" in the(report, "peer-reachable")[0].summary
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -182,23 +186,23 @@ def test_a_slow_node_is_named(count: int, part: float, outcome: Outcome) -> None
     def rate(*pair: str) -> float:
         return FAST * rng.uniform(0.8, 1.0) * (part if "n02" in pair else 1.0)
 
-    report = make_report(found(many(count), rate))
+    report = report_of(many(count), rate)
     assert blamed(report, "peer-bandwidth") == [(outcome, ("n02",), (), True)]
 
 
 def test_a_slow_link_is_named_with_its_rate() -> None:
-    report = make_report(found(nodes("abcd"), lambda *pair: FAST * (0.1 if pair == ("b", "d") else 1.0)))
+    report = report_of(nodes("abcd"), lambda *pair: FAST * (0.1 if pair == ("b", "d") else 1.0))
     assert blamed(report, "peer-bandwidth") == [(FAIL, (), (("b", "d"),), True)]
-    assert the(report, "peer-bandwidth")[0].finding.summary == "100 MB/s between b and d, 10% of the usual"
+    assert the(report, "peer-bandwidth")[0].summary == "100 MB/s between b and d, 10% of the usual"
 
 
 def test_of_three_nodes_two_may_be_near_each_other() -> None:
-    report = make_report(found(nodes("abc"), lambda *pair: FAST * (0.1 if "c" in pair else 1.0)))
+    report = report_of(nodes("abc"), lambda *pair: FAST * (0.1 if "c" in pair else 1.0))
     assert blamed(report, "peer-bandwidth") == [(WARN, ("c",), (), False)]
 
 
 def test_of_two_nodes_none_is_slow_as_nothing_is_usual() -> None:
-    report = make_report(found(nodes("ab"), lambda *pair: 10.0))
+    report = report_of(nodes("ab"), lambda *pair: 10.0)
     assert [outcome for outcome, *_ in blamed(report, "peer-bandwidth")] == [OK]
 
 
@@ -209,51 +213,50 @@ def test_nodes_of_one_machine_are_not_compared_with_others() -> None:
     def rate(one: str, other: str) -> float:
         return 50 * FAST if machines[one].machine == machines[other].machine else FAST
 
-    assert [outcome for outcome, *_ in blamed(make_report(found(machines, rate)), "peer-bandwidth")] == [OK]
+    assert [outcome for outcome, *_ in blamed(report_of(machines, rate), "peer-bandwidth")] == [OK]
 
 
 def test_an_all_reduce_that_fails_shows_what_torch_says() -> None:
-    report = make_report(found(nodes("abcd"), lambda *pair: "it hangs" if "b" in pair else FAST))
+    report = report_of(nodes("abcd"), lambda *pair: "it hangs" if "b" in pair else FAST)
     assert blamed(report, "peer-all-reduce") == [(FAIL, ("b",), (), True)]
-    assert "between a and b: it hangs" in the(report, "peer-all-reduce")[0].finding.summary
+    assert "between a and b: it hangs" in the(report, "peer-all-reduce")[0].summary
 
 
 def test_nodes_without_torch_are_named_and_not_blamed() -> None:
     without = {name: a_node(name, traits={"torch": "none"}) for name in "ab"}
-    made = found(without)
-    made.given = [(name, results) for name, results in made.given if results.all_reduce is None]
-    report = make_report(made)
+    report = make_report(2, [*without.values()], {"a": NodeResults(("b",)), "b": NodeResults(("a",))})
     assert blamed(report, "peer-all-reduce") == [(UNKNOWN, (), (), True)]
-    assert "no torch on a, b" in the(report, "peer-all-reduce")[0].finding.summary
+    assert "no torch on a, b" in the(report, "peer-all-reduce")[0].summary
 
 
 def test_who_is_missing_is_said_by_who_came() -> None:
-    report = make_report(found(nodes("ab"), wanted=3))
+    report = report_of(nodes("ab"), wanted=3)
     assert report.missing == 1
-    assert report.findings[0].finding.summary == "2 of 3 nodes came: a, b"
+    assert report.findings[0].summary == "2 of 3 nodes came: a, b"
 
 
 def test_nothing_follows_from_tries_with_a_node_that_ended() -> None:
-    blocked = {(name, "c"): Obstacle.REFUSED for name in "abd"}
-    made = found(nodes("abcd"), lambda *pair: "reset" if "c" in pair else FAST, blocked)
-    made.gone["c"] = "in round 1"
-    report = make_report(made)
-    fails = [(one.finding.check, one.nodes) for one in report.findings if one.finding.outcome is FAIL]
-    assert fails == [("peer-present", ("c",))]
+    blocked = {(name, "c"): "refused" for name in "abd"}
+    made = given(nodes("abcd"), lambda *pair: "reset" if "c" in pair else FAST, blocked)
+    del made["c"]
+    report = make_report(4, [*nodes("abcd").values()], made)
+    assert [(one.check, one.nodes) for one in report.findings if one.outcome is FAIL] == [
+        ("peer-present", ("c",))
+    ]
 
 
-def test_what_a_node_says_of_nodes_that_are_not_there_does_not_count() -> None:
-    made = found(nodes("abc"))
-    made.given.append(("a", NodeResults(("nonesuch",), {"nonesuch": Obstacle.DROPPED})))
-    made.given.append(("a", NodeResults(all_reduce=AllReduce("nonesuch", 0.0, "gone"))))
-    assert {one.finding.outcome for one in make_report(made).findings} == {OK}
+def test_a_node_that_the_others_have_seen_before_is_named_as_gone() -> None:
+    there = {name: a_node(name, seen=("a", "b", "c")) for name in "ab"}
+    report = report_of(there, wanted=3)
+    assert (report.nodes, report.missing) == (("a", "b", "c"), 0)
+    assert blamed(report, "peer-present") == [(FAIL, ("c",), (), True)]
 
 
 def test_what_a_node_found_out_about_itself_is_in_the_report_of_all() -> None:
     bad = Finding("gpu-ecc", FAIL, "GPU 3 has errors", "replace it")
-    report = make_report(found({**nodes("ab"), "c": a_node("c", findings=(bad,))}))
+    report = report_of({**nodes("ab"), "c": a_node("c", findings=(bad,))})
     assert blamed(report, "gpu-ecc") == [(FAIL, ("c",), (), True)]
-    assert report.findings[0].finding.summary == "node c: GPU 3 has errors"
+    assert report.findings[0].summary == "node c: GPU 3 has errors"
 
 
 @pytest.mark.parametrize(
@@ -266,9 +269,9 @@ def test_what_a_node_found_out_about_itself_is_in_the_report_of_all() -> None:
 def test_what_differs_between_nodes_is_a_warning(trait: str, check: str, said: str) -> None:
     here = nodes("abc")
     odd = a_node("d", traits={**here["a"].traits, trait: "other"})
-    report = make_report(found({**here, "d": odd}))
+    report = report_of({**here, "d": odd})
     assert blamed(report, check) == [(WARN, ("d",), (), True)]
-    assert the(report, check)[0].finding.summary == said
+    assert the(report, check)[0].summary == said
 
 
 def test_a_pair_has_one_order() -> None:
