@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-from typing import NoReturn
 
 
 def start() -> None:
@@ -28,11 +27,6 @@ def start() -> None:
         code = main()
     except BrokenPipeError:
         code = ExitCode.OUTPUT_CLOSED
-    end(code)
-
-
-def end(code: int) -> NoReturn:
-    """Without waiting for threads, see `start`."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()

@@ -44,39 +44,27 @@ from .agent.configuration.stopping import MAX_RESTARTS
 from .agent.main.process import write_error_file
 
 if TYPE_CHECKING:
-    from .agent.machine.inventory import Machine
     from .agent.main.assembly import PreparedProcess
 
-POOL_COMMANDS = {
-    "submit": "put a job into the queue of a pool, of nodes that run elastic-agent without a script",
-    "jobs": "the jobs of a pool",
-    "wait": "until a job of a pool has ended",
-    "logs": "what a job of a pool prints, on all its nodes",
-    "cancel": "end a job of a pool",
-}
-"""Those about a pool and its jobs, each a function of `pool/commands.py` or `pool/submit.py`."""
-
 COMMANDS = {
-    "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
-    "check": "is this node fit to train? Same options as a run",
-    "status": "how a job is, and why",
-    "drain": "let a node leave its job without losing a step",
-    "exclude": "keep a node out of its job, without losing a step",
-    "readmit": "let an excluded node back into its job",
-    **POOL_COMMANDS,
-    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus or Docker",
-    "events": "the events of a run",
-    "report": "how a run spent its time, and what happened to which node",
-    "diagnose": "pack the files of a run into one archive, with secrets masked",
-    "forget": "delete what an ended job left in etcd",
+    "explain-env": ("agent.commands.explain_env:main", "a worker's variables, who chose each and why"),
+    "check": ("agent.commands.check:main", "is this node fit to train? Same options as a run"),
+    "status": ("agent.commands.status:main", "how a job is, and why"),
+    "drain": ("agent.commands.control:drain", "let a node leave its job without losing a step"),
+    "exclude": ("agent.commands.control:exclude", "keep a node out of its job, without losing a step"),
+    "readmit": ("agent.commands.control:readmit", "let an excluded node back into its job"),
+    "submit": ("pool.submit:submit", "put a job into the queue of a pool, of nodes without a script"),
+    "jobs": ("pool.commands:jobs", "the jobs of a pool"),
+    "wait": ("pool.commands:wait", "until a job of a pool has ended"),
+    "logs": ("pool.commands:logs", "what a job of a pool prints, on all its nodes"),
+    "cancel": ("pool.commands:cancel", "end a job of a pool"),
+    "files": ("agent.commands.files:main", "write the files of a deployment: systemd, Slurm, Helm, ..."),
+    "events": ("agent.commands.runs:events", "the events of a run"),
+    "report": ("agent.commands.report:main", "how a run spent its time, and what happened to which node"),
+    "diagnose": ("agent.commands.runs:diagnose", "pack the files of a run into one archive, secrets masked"),
+    "forget": ("agent.commands.control:forget", "delete what an ended job left in etcd"),
 }
-"""Sub-commands, each with its line in `--help`."""
-
-ROOMS = {
-    **dict.fromkeys(("drain", "exclude", "readmit", "forget"), "control"),
-    **dict.fromkeys(("events", "diagnose"), "runs"),
-}
-"""Modules of `agent/commands` that have several of them. The others have a module each, but for those of a pool."""
+"""Sub-commands, each with its function, and its line in `--help`."""
 
 
 def main(argv: Sequence[str] | None = None, prepared: PreparedProcess | None = None) -> int:
@@ -89,15 +77,10 @@ def main(argv: Sequence[str] | None = None, prepared: PreparedProcess | None = N
         return ExitCode.BAD_CONFIG
     if words and words[0] == "--await-job":  # by a daemon, not by people
         return _standby(*words[1:])
-    if words and words[0] in POOL_COMMANDS:
-        module = "submit" if words[0] == "submit" else "commands"
-        work = getattr(importlib.import_module(f".pool.{module}", __package__), words[0])
-        return int(work(words[1:]))
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        room = ROOMS.get(words[0], words[0].replace("-", "_"))
-        commands = importlib.import_module(f".agent.commands.{room}", __package__)
-        return int(getattr(commands, words[0] if words[0] in ROOMS else "main")(words[1:]))
+        module, _, function = COMMANDS[words[0]][0].partition(":")
+        return int(getattr(importlib.import_module(f"{__package__}.{module}"), function)(words[1:]))
     try:
         return _run(words, prepared)
     except OSError as error:
@@ -136,48 +119,37 @@ def _run(words: Sequence[str], prepared: PreparedProcess | None) -> int:
         return ExitCode.SUCCESS
     try:
         if offers_node(command_line, os.environ):
-            return _daemon(resolve_daemon(command_line, os.environ), only_check=CHECK_CONFIG in command_line)
+            resolved = resolve_daemon(command_line, os.environ)
+            _warn(resolved)
+            if CHECK_CONFIG in command_line:
+                print("\n".join(resolved.settings.lines()))
+                return ExitCode.SUCCESS
+            from .pool import daemon
+
+            return daemon.run(resolved)
         from .agent.machine.inventory import prepare  # late, as a command or a daemon needs none of it
 
-        resolved, machine = prepare(command_line, os.environ, _fresh_id)
+        resolved, machine = prepare(command_line, os.environ, lambda: uuid.uuid4().hex[:12])
     except ConfigError as error:
         print(f"elastic-agent: {error}", file=sys.stderr)
         if CHECK_CONFIG not in command_line:
             write_error_file(os.environ, error.code, str(error), None, time.time())
         return error.code
     _warn(resolved)
+    # The settings and, as comments, what follows from them on this machine: a file that means the same.
+    facts = [comment(fact) for fact in ("What follows from this on this machine:", *machine.facts)]
+    in_force = [*resolved.settings.lines(), "", *facts]
     if CHECK_CONFIG in command_line:
-        print("\n".join(_in_force(resolved, machine)))
+        print("\n".join(in_force))
         return ExitCode.SUCCESS
     from .agent.main.run import run
 
-    return run(resolved.config, machine, prepared, _in_force(resolved, machine))
-
-
-def _daemon(resolved: Resolved, *, only_check: bool) -> int:
-    """Of a command line without a script. Returns the exit code."""
-    _warn(resolved)
-    if only_check:
-        print("\n".join(resolved.settings.lines()))
-        return ExitCode.SUCCESS
-    from .pool.daemon import run
-
-    return run(resolved)
+    return run(resolved.config, machine, prepared, in_force)
 
 
 def _warn(resolved: Resolved) -> None:
     for warning in resolved.warnings:
         print(f"elastic-agent: warning: {warning}", file=sys.stderr)
-
-
-def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
-    """The settings and, as comments, what follows from them on this machine: a file that means the same."""
-    facts = [comment(fact) for fact in machine.facts]
-    return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
-
-
-def _fresh_id() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 # --- Help ---
@@ -196,11 +168,8 @@ usage: elastic-agent [options] SCRIPT [arguments of the script]
 
 Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
 going through crashes, lost nodes, joins and planned departures. With nothing to run it waits for jobs: see submit.
-"""
 
-BEFORE_COMMANDS = (
-    "As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"
-)
+As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"""
 
 EXAMPLES = """\
 Examples:
@@ -217,8 +186,8 @@ the command line wins over the environment, and the environment over the file. t
 
 def help_text(*, short: bool = False) -> str:
     """All sub-commands, and all options by group with their defaults; `short`: those that most people need first."""
-    commands = (f"  {name:<12} {line}" for name, line in COMMANDS.items())
-    parts = [USAGE, BEFORE_COMMANDS, *commands, ""]
+    commands = (f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
+    parts = [USAGE, *commands, ""]
     if short:
         parts += ["The options that most people need first:", *(option.help_text() for option in FIRST), ""]
         parts += ["--help shows all others: stores and TLS, timeouts, devices, network, logs.", ""]
@@ -232,21 +201,7 @@ def help_text(*, short: bool = False) -> str:
 
 
 def bash_completion() -> str:
-    """Completes options, sub-commands as the first word, and files everywhere else."""
+    """Completes options, sub-commands, and files."""
     flags = [f"--{name}" for option in OPTIONS if OptionSource.CLI in option.sources for name in option.names]
-    return f"""\
-# bash completion for elastic-agent
-_elastic_agent() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}}
-    COMPREPLY=()
-    if [[ $word == -* ]]; then
-        mapfile -t COMPREPLY < <(compgen -W "{" ".join(dict.fromkeys(flags))}" -- "$word")
-    else
-        mapfile -t COMPREPLY < <(compgen -f -- "$word")
-        if [[ $COMP_CWORD == 1 ]]; then
-            mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -W "{" ".join(COMMANDS)}" -- "$word")
-        fi
-    fi
-}}
-complete -o filenames -F _elastic_agent elastic-agent
-"""
+    words = " ".join([*dict.fromkeys(flags), *COMMANDS])
+    return f'# bash completion for elastic-agent\ncomplete -o default -W "{words}" elastic-agent\n'

@@ -261,8 +261,8 @@ def _read_part(path: str, read: Reader, raw: Any) -> Any:
         raise error.within(path) from None
 
 
-def _reader(hint: Any, strict: bool) -> Reader:
-    """Of what JSON makes of a value, or of the value itself."""
+def _reader(hint: Any, strict: bool, most: int | None = None) -> Reader:
+    """Of what JSON makes of a value, or of the value itself. `most`: items of a list."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         hint, bound = parts[:2]
@@ -270,7 +270,7 @@ def _reader(hint: Any, strict: bool) -> Reader:
             own: Reader = bound
             return own
         if isinstance(bound, AtMost):
-            return _few(_reader(hint, strict), bound.items)
+            return _reader(hint, strict, bound.items)
         return _text(bound) if isinstance(bound, Text) else _number(hint, bound)
     if hint is str:
         return _text(Text(2**31))
@@ -281,13 +281,13 @@ def _reader(hint: Any, strict: bool) -> Reader:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _one_of({choice.value: choice for choice in hint} | {choice: choice for choice in hint})
     if origin is frozenset:
-        read_all = _many(_reader(parts[0], strict))
+        read_all = _many(_reader(parts[0], strict), most)
         return lambda raw: raw if isinstance(raw, frozenset) else frozenset(read_all(raw))
     if origin is dict:
         return _mapping(*(_reader(part, strict) for part in parts))
     if origin is tuple:
         each = [_reader(part, strict) for part in parts if part is not ...]
-        return _many(each[0]) if parts[1:] == (...,) else _row(tuple(each))
+        return _many(each[0], most) if parts[1:] == (...,) else _row(tuple(each))
     if origin in (Union, types.UnionType):
         some = tuple(part for part in parts if part is not type(None))
         read = _reader(some[0], strict) if len(some) == 1 else _object(some, strict)
@@ -335,10 +335,12 @@ def _one_of(choices: Mapping[Any, Any]) -> Reader:
     return read
 
 
-def _many(read: Reader) -> Reader:
+def _many(read: Reader, most: int | None) -> Reader:
     def items(raw: Any) -> tuple[Any, ...]:
         if not isinstance(raw, list | tuple):
             raise Invalid(f"{shown(raw)}, expected a list")
+        if most is not None and len(raw) > most:
+            raise Invalid(f"a list of {len(raw)}, expected at most {most}")
         done: list[Any] = []
         try:
             for item in raw:
@@ -346,15 +348,6 @@ def _many(read: Reader) -> Reader:
         except Invalid as error:
             raise error.within(f"[{len(done)}]") from None
         return tuple(done)
-
-    return items
-
-
-def _few(read: Reader, most: int) -> Reader:
-    def items(raw: Any) -> Any:
-        if isinstance(raw, list | tuple) and len(raw) > most:
-            raise Invalid(f"a list of {len(raw)}, expected at most {most}")
-        return read(raw)
 
     return items
 

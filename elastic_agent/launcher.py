@@ -6,7 +6,7 @@
 
 The shape is that of `torch.distributed.launcher`. The job is that of the command `elastic-agent`, which runs beside
 this process and ends with it: restarts, planned changes and checkpoints are the same. The function is called anew in
-every generation.
+every generation. `python -m elastic_agent.launcher --run-path SCRIPT ARGS...` is what a worker runs with `--run-path`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
@@ -38,10 +38,7 @@ FOLDER = "LAUNCHED_FUNCTION_FOLDER"
 RESULTS = "results-"
 """A folder for each generation, with a file for each rank of this node."""
 
-_FORWARDED = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +138,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise TypeError(f"{function} and its arguments cannot be sent to other processes: {error}") from error
 
 
-def run_agent(words: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> None:
+def run_agent(words: list[str], variables: Mapping[str, str] | None = None) -> None:
     """Runs `elastic-agent` with these words beside this process. Raises LaunchError when it ends with a code but 0.
 
     `variables` are added to the environment of agent and workers.
@@ -151,7 +148,9 @@ def run_agent(words: list[str], variables: Mapping[str, str] = MappingProxyType(
     with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as folder:
         error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or f"{folder}/error.json")
         error_file.unlink(missing_ok=True)
-        code = _exit_code(words, {**os.environ, **variables, "TORCHELASTIC_ERROR_FILE": str(error_file)})
+        code = _exit_code(
+            words, {**os.environ, **(variables or {}), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        )
         if code != ExitCode.SUCCESS:
             raise LaunchError(_why(code, error_file), code)
 
@@ -229,7 +228,16 @@ def _call(folder: Path) -> None:
     scratch.rename(file)
 
 
+def _run_path() -> None:
+    """As torchrun does it there: the folder in which Python looks first is the current one, not the script's."""
+    del sys.argv[:2]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(_call)(Path(os.environ[FOLDER]))
+    if sys.argv[1] == "--run-path":
+        record(_run_path)()
+    else:
+        record(_call)(Path(os.environ[FOLDER]))

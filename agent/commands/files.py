@@ -1,8 +1,8 @@
 """`elastic-agent files KIND DIR`: write the files for a deployment out of the installed package.
 
 They are those of `deploy/`, for this version of the agent: a systemd unit, a Helm chart, a Grafana dashboard, rules and
-scrape configuration for Prometheus, a Dockerfile, batch scripts for Slurm. A file that is there already, with another
-content, is never replaced unless `--force` says so.
+scrape configuration for Prometheus, a Dockerfile, batch scripts for Slurm, a component of TorchX. A file that is there
+already, with another content, is never replaced unless `--force` says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ KINDS = {
     "prometheus": "alert and recording rules, their tests, and a scrape configuration",
     "docker": "the Dockerfile",
     "slurm": "batch scripts: a job that is queued again, and one that goes on without a lost node",
+    "torchx": "the component elastic.py:ddp, with the arguments of TorchX's dist.ddp",
 }
 
 _USAGE = """\

@@ -63,7 +63,7 @@ from .stopping import (
 CheckMode = Literal["fail", "warn", "off"]
 """What the checks before a join are for: fail keeps this node out, warn writes into the log."""
 CommandKind = Literal["script", "run-path", "module", "binary"]
-"""run-path: a script that `run_script` runs."""
+"""run-path: a script that `launcher` runs."""
 DevicePinning = Literal["index", "mask", "none"]
 LogFormat = Literal["text", "json"]
 Shell = Literal["bash"]
@@ -358,7 +358,7 @@ class Command:
     def started(self) -> Command:
         """What Python is started with, if it is Python."""
         return (
-            Command("module", "elastic_agent.run_script", (self.target, *self.args))
+            Command("module", "elastic_agent.launcher", ("--run-path", self.target, *self.args))
             if self.kind == "run-path"
             else self
         )

@@ -1,8 +1,9 @@
-"""`torchx run elastic.ddp`: the arguments of dist.ddp, and a job on TorchX's local scheduler that survives a kill."""
+"""TorchX's component: the arguments of dist.ddp, and a job on its local scheduler that survives a kill."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Mapping
@@ -12,15 +13,16 @@ from typing import Any
 import pytest
 from torchx.components import dist
 from torchx.specs import AppDef, RetryPolicy
-from torchx.specs.finder import get_components
 
-from elastic_agent.torchx import ddp
+import elastic_agent
 from tests.system.harness import Agent, Job
 from tests.system.processes import MARKER, port_for_a_store
 
 from .framework_job import RECORDED, TRAINED_S, FrameworkJob
 
 BIN = Path(sys.executable).parent
+COMPONENT = Path(elastic_agent.__file__).parent / "deploy" / "torchx" / "elastic.py"
+ddp = runpy.run_path(str(COMPONENT))["ddp"]
 ID = "'--rdzv-id=${app_id}'"
 FIRST_NODE = '"$${${rank0_env}:=localhost}:29500"'
 
@@ -98,14 +100,10 @@ def test_what_makes_no_job_is_refused(arguments: Mapping[str, Any], problem: str
         ddp(**arguments)
 
 
-def test_torchx_finds_it_and_still_has_its_own() -> None:
-    assert {"elastic.ddp", "dist.ddp", "dist.spmd", "utils.echo"} <= set(get_components())
-
-
 @pytest.mark.parametrize("nodes", ["1x2", "2x1"])
 def test_a_job_of_the_local_scheduler_survives_a_kill(job: Job, nodes: str) -> None:
     run = FrameworkJob(job, "accelerate_loop.py")
-    words = [f"{BIN}/torchx", "run", "-s", "local_cwd", "elastic.ddp", "-j", nodes]
+    words = [f"{BIN}/torchx", "run", "-s", "local_cwd", f"{COMPONENT}:ddp", "-j", nodes]
     words += ["--rdzv_port", str(port_for_a_store()), "--script", str(RECORDED)]
     environment = {
         **os.environ,

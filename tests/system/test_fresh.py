@@ -242,8 +242,8 @@ LIGHT = (
         "run-path",
         "",
         "__main__ ['lib/job.py', 'x']",
-        ("lib/job.py", "x"),
-        "elastic_agent.run_script",
+        ("--run-path", "lib/job.py", "x"),
+        "elastic_agent.launcher",
         {"lib/job.py": "import sys\nprint(__name__, sys.argv)\nclass A: pass\nprint(A.__module__)"},
     ),
     Case(

@@ -103,7 +103,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     module = types.ModuleType("look")
     module.__dict__["main"] = look
     monkeypatch.setitem(sys.modules, "elastic_agent.agent.commands.look", module)
-    monkeypatch.setitem(COMMANDS, "look", "look at it")
+    monkeypatch.setitem(COMMANDS, "look", ("agent.commands.look:main", "look at it"))
     return calls
 
 

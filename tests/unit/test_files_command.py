@@ -32,7 +32,10 @@ def test_the_completion_knows_every_option_and_command(tmp_path: Path) -> None:
     for option in OPTIONS:
         if OptionSource.CLI in option.sources:
             assert f"--{option.name}" in bash_completion()
-    asked = "source $0; COMP_WORDS=(elastic-agent {}); COMP_CWORD=1; _elastic_agent; echo ${{COMPREPLY[@]}}"
+    asked = (
+        'source $0; how=$(complete -p elastic-agent); how=${{how#complete}};'
+        ' eval "compgen ${{how% elastic-agent}} -- {}"'
+    )
     for word, answer in (("--min", "--min-nodes"), ("dra", "drain"), ("--rdzv-e", "--rdzv-endpoint")):
         command = ["bash", "-c", asked.format(word), str(tmp_path / "elastic-agent.bash")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -23,7 +23,8 @@ def test_the_script_runs_in_a_module_of_ours_from_the_current_folder() -> None:
     assert command_line(command, 3)[1:] == [
         "-u",
         "-m",
-        "elastic_agent.run_script",
+        "elastic_agent.launcher",
+        "--run-path",
         "sub/train.py",
         "--rank=3",
     ]
@@ -37,7 +38,7 @@ def test_an_error_of_the_script_is_recorded(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     file = tmp_path / "error.json"
     done = subprocess.run(
-        [sys.executable, "-m", "elastic_agent.run_script", script, "a", "-b"],
+        [sys.executable, "-m", "elastic_agent.launcher", "--run-path", script, "a", "-b"],
         env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)},
         cwd=tmp_path,
         capture_output=True,

@@ -1,11 +1,10 @@
-"""The component `elastic.ddp` of TorchX: a job of elastic-agent on any of its schedulers.
+"""A component of TorchX: a job of elastic-agent on any of its schedulers.
 
-    torchx run -s local_cwd elastic.ddp -j 1x2 --script train.py -- --lr 0.1
-    torchx run -s kubernetes elastic.ddp -j 1:3x8 --script train.py --rdzv_endpoint etcd://etcd:2379
+    torchx run -s local_cwd elastic.py:ddp -j 1x2 --script train.py -- --lr 0.1
+    torchx run -s kubernetes elastic.py:ddp -j 1:3x8 --script train.py --rdzv_endpoint etcd://etcd:2379
 
 The arguments are those of TorchX's own `dist.ddp`, which makes the job; what differs is the command on each node.
-TorchX reads this file's syntax tree, and runs its text outside of the package (`torchx run PATH/torchx.py:ddp`): hence
-the spelling of the types, and no relative import. Nothing else of this package imports it.
+TorchX reads this file's syntax tree, hence the spelling of the types.
 """
 
 import shlex
