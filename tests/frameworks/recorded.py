@@ -58,7 +58,7 @@ def record_samples() -> None:
         nonlocal depth
         if depth == 0 and torch.is_grad_enabled():
             inputs = next(leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor))
-            samples = [zlib.crc32(row.numpy().tobytes()) for row in inputs.cpu()]
+            samples = [zlib.crc32(row.numpy().tobytes()) for row in inputs.detach().cpu()]
             record("samples", after=finished[-1] if finished else None, samples=samples)
         depth += 1
         try:
