@@ -33,7 +33,7 @@ def test_the_completion_knows_every_option_and_command(tmp_path: Path) -> None:
         if OptionSource.CLI in option.sources:
             assert f"--{option.name}" in bash_completion()
     asked = (
-        'source $0; how=$(complete -p elastic-agent); how=${{how#complete}};'
+        "source $0; how=$(complete -p elastic-agent); how=${{how#complete}};"
         ' eval "compgen ${{how% elastic-agent}} -- {}"'
     )
     for word, answer in (("--min", "--min-nodes"), ("dra", "drain"), ("--rdzv-e", "--rdzv-endpoint")):
