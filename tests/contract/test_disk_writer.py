@@ -286,7 +286,7 @@ def ordered_and_left(directory: Path, step: int = 10) -> None:
     pid = os.fork()
     if pid == 0:
         checkpoints = Checkpointer(directory, {"meta": {}})
-        checkpoints._state._saver.floor = -1
+        checkpoints._state.floor = -1
         checkpoints.save(step)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -415,7 +415,7 @@ def test_an_unconfirmed_save_ends_nothing_however_often(agent: Agent, directory:
 def test_a_disk_that_refuses_ends_training_at_the_limit_only(agent: Agent, directory: Path) -> None:
     directory.write_text("no directory")
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
-    checkpoints._state._saver.floor = -1
+    checkpoints._state.floor = -1
     assert checkpoints.save(1)
     agent.turn()
     assert checkpoints.save(2)
@@ -593,8 +593,8 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._state.drain_saver.save_last_step(11, leaves=False)
-    checkpoints._state.drain_saver.order_write(11)
+    checkpoints._state.save_last_step(11, leaves=False)
+    checkpoints._state.order_write(11)
     checkpoints._state._disk.end()
     assert on_disk(directory) == []
     agent.gate.open.set()

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field, replace
 
 from elastic_agent.worker.checkpointing.loading.selection import (
     CopyPlace,
-    ShardOffer,
-    ShardSource,
-    choose_shards,
+    Offer,
+    Source,
+    choose_source,
     unusable,
 )
 from elastic_agent.worker.storage.disk.manifests import Manifest
@@ -319,7 +319,7 @@ class Replicating:
             self.rng.shuffle(members)
         team = self.team = Team(self.generation, members, self.per_node, self.groups)
         offers = self.offers(team)
-        source = choose_shards(offers)
+        source = choose_source(offers)
         self.seen["unusable"] += bool(unusable(offers, source))
         self.say(
             f"generation {team.generation} of {[node.name for node in team.nodes]} loads "
@@ -332,16 +332,14 @@ class Replicating:
             team.protected = source.version
         self.soon(0.1, 2.0, lambda: self.loaded(team, source))
 
-    def offers(self, team: Team) -> list[ShardOffer]:
+    def offers(self, team: Team) -> list[Offer]:
         found = []
         for rank, (node, local) in enumerate(team.ranks):
             copies = self.copies_on(node) if local == 0 else ()
-            found.append(
-                ShardOffer(self.disk if rank == 0 else None, (), copies, node.name, f"{node.name}:1")
-            )
+            found.append(Offer(self.disk if rank == 0 else None, (), copies, node.name, f"{node.name}:1"))
         for node in self.nodes:
             if node.alive and node not in team.nodes and self.bug != "nodes that stand by offer nothing":
-                found.append(ShardOffer(None, (), self.copies_on(node), node.name, f"{node.name}:1"))
+                found.append(Offer(None, (), self.copies_on(node), node.name, f"{node.name}:1"))
         return found
 
     def copies_on(self, node: Node) -> tuple[FoundCopy, ...]:
@@ -360,7 +358,7 @@ class Replicating:
             return replace(header, shards=replace(header.shards, twins=others))
         return header
 
-    def judge_choice(self, source: ShardSource | None) -> None:
+    def judge_choice(self, source: Source | None) -> None:
         version = source.version if source is not None else None
         by_name = {node.name: node for node in self.nodes}
         if source is not None and isinstance(source.what, Header):
@@ -394,7 +392,7 @@ class Replicating:
         if version is None or (self.floor is not None and version < self.floor):
             self.floor = None
 
-    def loaded(self, team: Team, source: ShardSource | None) -> None:
+    def loaded(self, team: Team, source: Source | None) -> None:
         if not team.alive:
             return
         if source is not None and source.places and source.world_size == team.world_size:
@@ -443,7 +441,7 @@ class Replicating:
             for rank, (node, _) in enumerate(team.ranks)
         ]
 
-    def fetch(self, team: Team, source: ShardSource) -> None:
+    def fetch(self, team: Team, source: Source) -> None:
         """Each rank that has no copy of the loaded version in its own slots takes its old one there."""
         by_name = {node.name: node for node in self.nodes}
         for rank, (node, local) in enumerate(team.ranks):

@@ -212,13 +212,13 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
-                return checkpoints._state.drain_saver.save_just_in_time(training.done, {})
+                return checkpoints._state.save_just_in_time(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._state.drain_saver.save_last_step(training.done, leaves=False)
+            checkpoints._state.save_last_step(training.done, leaves=False)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
-            checkpoints._state.drain_saver.save_last_step_alone(training.done)
+            checkpoints._state.save_last_step_alone(training.done)
         return None
 
     answer = attempt(go)

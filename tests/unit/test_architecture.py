@@ -44,7 +44,7 @@ worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
 worker/checkpointing/loading: worker/errors worker/wire worker/steps worker/ranks worker/storage/memory \
-    worker/storage/disk
+    worker/storage/disk worker/storage/replication
 worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk
 worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/steps worker/ranks \

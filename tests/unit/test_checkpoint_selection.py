@@ -17,7 +17,8 @@ from elastic_agent.worker.checkpointing.loading.selection import (
 from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.memory.copy_header import Header, NotedState
+from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, NotedState
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 
@@ -27,6 +28,12 @@ def disk(step: int, generation: int = 1) -> Manifest:
 
 def memory(step: int, generation: int = 1, *, resumed_from: int = 0) -> Header:
     return Header(step, generation, resumed_from, world_size=2, size=1)
+
+
+def offer(*headers: Header, manifest: Manifest | None = None, node: str = "", run: str = "") -> Offer:
+    folder = SlotFolder("d" * 16)
+    copies = tuple(FoundCopy(folder, "ab"[place % 2], header) for place, header in enumerate(headers))
+    return Offer(manifest, copies=copies, node=node, run=run)
 
 
 def owner(*offers: Offer) -> Source | None:
@@ -46,7 +53,7 @@ def owner(*offers: Offer) -> Source | None:
 )
 def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank: int | None) -> None:
     chosen = owner(*map(Offer, offers))
-    assert chosen == (None if rank is None else Source(rank, offers[rank]))  # type: ignore[arg-type]
+    assert chosen == (None if rank is None else Source(offers[rank], rank))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def test_of_disks_alone_the_newest_step_wins(offers: list[Manifest | None], rank
     ],
 )
 def test_memory_and_disk(copies: list[Header], disks: list[Manifest], winner: Header | Manifest) -> None:
-    offers = [Offer(copies=(copy,), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers = [offer(copy, node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
         chosen = choose_source(order)
@@ -109,7 +116,7 @@ BAD = BadState(generation=7, step=30, present=9)
 def test_a_bad_state_is_the_last_resort(
     copies: list[Header], disks: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(copy,), node=f"n{place}") for place, copy in enumerate(copies)]
+    offers = [offer(copy, node=f"n{place}") for place, copy in enumerate(copies)]
     offers += [Offer(one) for one in disks]
     for order in itertools.permutations(offers):
         chosen = choose_source(order, BAD)
@@ -118,9 +125,9 @@ def test_a_bad_state_is_the_last_resort(
 
 
 def test_a_disk_that_rots_does_not_hide_the_bad_state_that_is_left() -> None:
-    offers = [Offer(copies=(memory(30, 5),)), Offer(bad=("it rots",))]
+    offers = [offer(memory(30, 5)), Offer(bad=("it rots",))]
     chosen = choose_source(offers, BAD)
-    assert chosen == Source(0, memory(30, 5))
+    assert chosen == Source(memory(30, 5), 0)
 
 
 def test_the_agent_names_the_bad_state_in_the_environment() -> None:
@@ -158,7 +165,7 @@ def mine(step: int, generation: int = 1) -> Header:
 def test_another_runs_checkpoint_counts_only_where_there_is_nothing_else(
     copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(copy,), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers = [offer(copy, node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
         chosen = choose_source(order)
@@ -187,7 +194,7 @@ MY_BAD = replace(BAD, run="me")
 def test_the_bad_state_is_this_runs(
     copies: list[Header], own: list[Manifest], foreign: list[Manifest], winner: Header | Manifest
 ) -> None:
-    offers = [Offer(copies=(copy,), node=f"n{place}", run="me") for place, copy in enumerate(copies)]
+    offers = [offer(copy, node=f"n{place}", run="me") for place, copy in enumerate(copies)]
     offers += [Offer(one, run="me") for one in own] + [Offer(one, run="me", foreign=True) for one in foreign]
     for order in itertools.permutations(offers):
         chosen = choose_source(order, MY_BAD)
@@ -202,34 +209,32 @@ def test_another_runs_checkpoint_is_never_what_came_of_the_bad_state() -> None:
 
 
 def test_of_equals_the_lowest_rank_owns_it() -> None:
-    assert owner(Offer(), Offer(copies=(memory(3),)), Offer(copies=(memory(3),))) == Source(1, memory(3))
+    assert owner(Offer(), offer(memory(3)), offer(memory(3))) == Source(memory(3), 1)
 
 
 def test_bytes_may_differ_between_nodes_that_have_the_same_step() -> None:
     offers = [
-        Offer(copies=(memory(3), memory(1)), node="a"),
+        offer(memory(3), memory(1), node="a"),
         Offer(node="a"),
-        Offer(copies=(replace(memory(3), size=9),), node="b"),
-        Offer(copies=(memory(2),), node="c"),
+        offer(replace(memory(3), size=9), node="b"),
+        offer(memory(2), node="c"),
     ]
     assert nodes_with(memory(3), offers) == {"a", "b"}
 
 
 def test_bad_checkpoints_count_only_where_there_is_nothing_else() -> None:
     bad = Offer(bad=("it rots",))
-    assert owner(bad, Offer(copies=(memory(3),))) == Source(1, memory(3))
+    assert owner(bad, offer(memory(3))) == Source(memory(3), 1)
     with pytest.raises(NoUsableCheckpoint, match="rank 1: it rots"):
         owner(Offer(), bad)
 
 
 def test_an_offer_reaches_the_others_whole() -> None:
-    copies = (
-        replace(memory(7), rng_holes=((0, 1), (0, 0)), sums=(1, 2), partial=True),
-        memory(6),
-    )
+    newer = replace(memory(7), rng_holes=((0, 1), (0, 0)), sums=(1, 2), partial=True)
+    own = replace(offer(newer, memory(6), manifest=disk(4), node="a node"), bad=("x" * 100,))
     foreign = Offer(of("a", 4), run="b", foreign=True, noted=(NotedState((1, 7), 2, 1),))
-    for offer in (Offer(), Offer(disk(4), ("x" * 100,), copies, "a node"), foreign):
-        assert current_group().exchange(offer) == [offer]
+    for one in (Offer(), own, foreign):
+        assert current_group().exchange(one) == [one]
 
 
 @dataclass(frozen=True)
@@ -281,9 +286,8 @@ def remembered(
 )
 def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Remembered]], step: int) -> None:
     offers = [
-        Offer(
-            copies=tuple(one.header for one in found if one.is_there),
-            node=str(place),
+        replace(
+            offer(*(one.header for one in found if one.is_there), node=str(place)),
             noted=tuple(
                 NotedState(one.header.version, one.header.world_size, rank)
                 for one in found
@@ -299,9 +303,9 @@ def test_a_copy_counts_when_every_rank_has_come_to_it(nodes: list[list[Remembere
 
 
 def test_of_equal_copies_one_with_checksums_is_sent() -> None:
-    def offer(node: str, *sums: int) -> Offer:
-        return Offer(copies=(Header(5, 1, 0, 2, 100, sums=sums),), node=node)
+    def with_sums(node: str, *sums: int) -> Offer:
+        return offer(Header(5, 1, 0, 2, 100, sums=sums), node=node)
 
-    owner = choose_source([offer("a"), offer("b", 7), offer("c", 7)])
-    assert owner is not None
-    assert owner.rank == 1
+    found = choose_source([with_sums("a"), with_sums("b", 7), with_sums("c", 7)])
+    assert found is not None
+    assert found.rank == 1

@@ -100,11 +100,11 @@ def test_every_random_generator_continues(tmp_path: Path) -> None:
     draw()  # leaves half of a Gaussian pair in random's and numpy's state
     captured = rng.capture()
     drawn = draw()
-    for seed in (1, 2):
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(seed)
-        rng.restore(captured)
+    for behind in (0, 2, 100):
+        random.seed(behind)
+        numpy.random.seed(behind)
+        torch.manual_seed(behind)
+        rng.restore(captured + bytes(behind))
         assert draw() == drawn
 
 
@@ -524,7 +524,7 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     foreign = one._offer(one._claimed(), ())
     assert foreign.foreign
     assert foreign.manifest is not None
-    assert choose_source([foreign, Offer(mine)], BadState.of(env, "mine")) == Source(1, mine)
+    assert choose_source([foreign, Offer(mine)], BadState.of(env, "mine")) == Source(mine, 1)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 
 

@@ -44,7 +44,7 @@ from elastic_agent.worker.errors import (
 )
 from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk import ownership
-from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, all_folders_of
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import NAMES, WorkerEnv
 from elastic_agent.worker.wire.messages import CommitGranted, CommitRefused
@@ -174,7 +174,7 @@ def save(seed: int, directory: str, step: int, **options: Any) -> None:
 
 def copies_in(memory: Path, directory: str) -> list[tuple[SlotFolder, str, int]]:
     found = []
-    for folder in folders_of(str(memory), directory):
+    for folder in all_folders_of(str(memory), SlotFolder.of(directory).directory):
         with contextlib.closing(Slots(str(memory), folder)) as slots:
             found += [(folder, name, header.step) for name, header in slots.headers().items()]
     return found

@@ -190,7 +190,7 @@ def test_what_forward_has_changed_is_put_back_to_the_boundary(
         agent.accept()
         script.train(3)
         at_the_boundary = script.state()
-        expected = rng.snapshot()
+        expected = rng.capture()
         script.forward_and_backward()  # and here the collective of the gradients does not end
         assert not equal(script.state(), at_the_boundary)
         assert agent.asks(Hold(1.0)) == Held(3)
@@ -202,7 +202,7 @@ def test_what_forward_has_changed_is_put_back_to_the_boundary(
     assert resumed.checkpoints.load() == 3
     assert equal(resumed.state(), at_the_boundary)
     drawn = draws()
-    rng.restore_snapshot(expected)
+    rng.restore(expected)
     assert draws() == drawn
 
 
@@ -661,12 +661,12 @@ def test_a_rank_state_file_knows_two_boundaries_and_the_step_under_way(tmp_path:
     for newest in range(1, 5):
         module.running_mean.fill_(newest - 0.5)  # type: ignore[union-attr, operator]
         torch.manual_seed(100 + newest)
-        snapshots[newest] = rng.snapshot()
+        snapshots[newest] = rng.capture()
         rank_state.under_way(buffers)
         assert at(newest) == newest - 0.5, "killed now, the others may still finish this step"
         module.running_mean.fill_(newest)  # type: ignore[union-attr, operator]
         torch.manual_seed(newest)
-        snapshots[newest] = rng.snapshot()
+        snapshots[newest] = rng.capture()
         rank_state.finished(newest, buffers)
         assert at(newest) == newest
         assert at(newest - 1) == (newest - 1 if newest > 1 else None)
@@ -693,15 +693,3 @@ def test_a_generation_does_not_believe_what_an_older_one_had_under_way(tmp_path:
 def test_what_is_no_rank_state_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rank-state-1").write_bytes(content)
     assert find(str(tmp_path), 1, 2, 7, 4) is None
-
-
-def test_a_snapshot_restores_every_generator() -> None:
-    draws()  # leaves half of a Gaussian pair behind
-    taken = rng.snapshot()
-    drawn = draws()
-    for seed in (1, 2):
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(seed)
-        rng.restore_snapshot(taken)
-        assert draws() == drawn

@@ -19,9 +19,8 @@ from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory.copy_header import Header
-from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
-from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace, SlotMemory
 from elastic_agent.worker.storage.memory.slots import Slots, taken_by_slots
 from elastic_agent.worker.wire.shared_progress import PENDING, private_words
 
@@ -277,7 +276,7 @@ def test_what_is_forgotten_of_shards_is_each_worker_s_own_with_the_replicas_of_i
     others = (SlotFolder.of("d", 1), SlotFolder.of("d", 1, "b"), SlotFolder.of("e", 0), SlotFolder.of("e"))
     for folder in (replica, *others):
         put(folder)
-    ShardMemory(put(own), 1 << 30, RankPlace("a", 1, 0, 0, 2), 2, 1).forget()
+    SlotMemory(put(own), 1 << 30, RankPlace("a", 1, 0, 0, 2), 4).forget()
     for folder in (own, replica, *others):
         slots = Slots(str(tmp_path), folder, create=False)
         is_kept = folder in others

@@ -19,8 +19,7 @@ from elastic_agent.worker.state.archive_layout import CannotLayOut, lay_out
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.memory import available_memory, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory
-from elastic_agent.worker.storage.memory.node_memory import NodeMemory
-from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace, SlotMemory
 from elastic_agent.worker.storage.memory.slots import NoRoom, Slots
 
 pytestmark = pytest.mark.usefixtures("only_worker")
@@ -121,7 +120,7 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, from_rank_0=["own"])
     checkpoints.load()
     assert checkpoints.save_to_memory(1) is copies
-    assert checkpoints._state.drain_saver.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
+    assert checkpoints._state.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
@@ -284,7 +283,7 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
     monkeypatch.setattr(available_memory, "read_memory", lambda: levels)
     monkeypatch.setattr(available_memory, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
     monkeypatch.setattr(opened, "begin", lambda size, protected: size)
-    of = NodeMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
+    of = SlotMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
     if fits:
         of._begin(5 * GIB)  # and room for the other slot
     else:

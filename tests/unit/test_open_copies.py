@@ -15,9 +15,8 @@ from elastic_agent.worker.checkpointing.sharded.open_copies import CopiesUnusabl
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.memory.copy_header import Header
-from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
-from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace, SlotMemory
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.storage.replication.key_file import write_key
 
@@ -46,7 +45,7 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
 
     monkeypatch.setattr(MemoryReader, "open", opened)
     place = RankPlace("n1", 2, 0, 0, 2, "run-a")
-    memory = ShardMemory(Slots(str(tmp_path), folder), 1 << 30, place, 1, 1)
+    memory = SlotMemory(Slots(str(tmp_path), folder), 1 << 30, place, 2)
     before = slots.headers()
     with contextlib.ExitStack() as stack:
         reader = MemoryReader(str(tmp_path), "n1", memory, stack)
@@ -155,11 +154,11 @@ class Nodes:
         slot = self.other.fill(header, raw)
         return CopyPlace("n2", self.other.address, SlotFolder.of(DIRECTORY, 0), slot, header)
 
-    def own_slots(self) -> tuple[Slots, ShardMemory]:
+    def own_slots(self) -> tuple[Slots, SlotMemory]:
         slots = Slots(str(self._memory), SlotFolder.of(DIRECTORY, 0))
-        return slots, ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
+        return slots, SlotMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 2)
 
-    def reader(self, memory: ShardMemory | None = None) -> MemoryReader:
+    def reader(self, memory: SlotMemory | None = None) -> MemoryReader:
         return MemoryReader(str(self._memory), "n1", memory, self._stack)
 
 

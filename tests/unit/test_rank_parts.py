@@ -63,7 +63,7 @@ def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest
     checkpoints.load()
     with pytest.raises(CheckpointError, match=r"just_in_time\(\) cannot keep \['own'\]"):
         checkpoints.just_in_time()
-    planned = checkpoints._state.drain_saver
+    planned = checkpoints._state
     assert not planned.saves_alone
     assert not planned.save_last_step_alone(1)
     assert "step 1 is not kept: ['own'] are each rank's own" in caplog.text

@@ -10,13 +10,12 @@ import pytest
 
 from elastic_agent.worker.checkpointing.sharded import shard_replicas
 from elastic_agent.worker.checkpointing.sharded.meeting import RECORD, Brought, RankHome, meet
+from elastic_agent.worker.checkpointing.sharded.saving import ShardSaving
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
-from elastic_agent.worker.checkpointing.sharded.sharded_state import ShardedDrainSaver
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.steps.registry import NO_COPY
-from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
-from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace, SlotMemory
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.storage.replication.acks import Acks, write_acks
 from elastic_agent.worker.storage.replication.copy_rule import Replication
@@ -38,7 +37,7 @@ def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
     orders: list[Any] = []
     monkeypatch.setattr(shard_replicas, "order", lambda path, message, within_s: not orders.append(message))
     slots = Slots(str(tmp_path), SlotFolder.of(DIRECTORY, 0))
-    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 1, 1)
+    memory = SlotMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 2)
     env = WorkerEnv(2, "run-a", "n1", 0, memory_server="here", memory_replicas=1)
     replicas = ShardReplicas(DIRECTORY, env, memory)
     mine = memory.digest_of(LOADED)
@@ -74,13 +73,16 @@ def test_replicas_of_a_step_that_was_given_up_are_dropped_on_every_node(
     """Where another Checkpointer could not keep the step, no rank may find it in the memory of a partner."""
     orders: list[Any] = []
     monkeypatch.setattr(shard_replicas, "order", lambda path, message, within_s: not orders.append(message))
-    memory = ShardMemory(
-        Slots(str(tmp_path), SlotFolder.of(DIRECTORY, 0)), 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 1, 1
+    memory = SlotMemory(
+        Slots(str(tmp_path), SlotFolder.of(DIRECTORY, 0)), 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 2
     )
-    replicas = ShardReplicas(DIRECTORY, WorkerEnv(2, "run-a", "n1", 0, memory_server="here"), memory)
-    saving: Any = SimpleNamespace(floor=None)
-    saver = ShardedDrainSaver(DIRECTORY, {}, memory, replicas, saving)
-    saver.go_back(12, version)
+    env = WorkerEnv(2, "run-a", "n1", 0, memory_server="here")
+    unused: Any = None
+    files: Any = SimpleNamespace(directory=DIRECTORY)
+    contents: Any = SimpleNamespace(given={})
+    replicas = ShardReplicas(DIRECTORY, env, memory)
+    saving = ShardSaving(files, contents, memory, replicas, unused, env, 1, keeps_common=True)
+    saving.go_back(12, version)
     assert orders == [AbandonNewer(DIRECTORY, *told)]
 
 

@@ -12,9 +12,9 @@ import pytest
 from elastic_agent.codec import Invalid, from_plain, plain
 from elastic_agent.worker.checkpointing.loading.selection import (
     BadState,
-    ShardOffer,
-    ShardSource,
-    choose_shards,
+    Offer,
+    Source,
+    choose_source,
     unusable,
 )
 from elastic_agent.worker.errors import NoUsableCheckpoint
@@ -47,19 +47,19 @@ def copy(
     return FoundCopy(SlotFolder("d" * 16, 0, of * 12), "ab"[step % 2], header)
 
 
-def node(name: str, *copies: FoundCopy, manifest: Manifest | None = None) -> ShardOffer:
-    return ShardOffer(manifest, (), copies, name, f"{name}:7000")
+def node(name: str, *copies: FoundCopy, manifest: Manifest | None = None) -> Offer:
+    return Offer(manifest, (), copies, name, f"{name}:7000")
 
 
-def version(*offers: ShardOffer, bad: BadState | None = None) -> tuple[int, int] | None:
-    found = choose_shards(offers, bad)
+def version(*offers: Offer, bad: BadState | None = None) -> tuple[int, int] | None:
+    found = choose_source(offers, bad)
     for order in itertools.permutations(offers):
-        again = choose_shards(order, bad)
+        again = choose_source(order, bad)
         assert (again and again.version) == (found and found.version)
     return found.version if found is not None else None
 
 
-def lie(source: ShardSource | None) -> list[list[str]]:
+def lie(source: Source | None) -> list[list[str]]:
     """By old rank, the nodes."""
     assert source is not None
     return [[place.node for place in places] for places in source.places]
@@ -94,7 +94,7 @@ def lie(source: ShardSource | None) -> list[list[str]]:
         ([node("a", copy(0, 4, common=False)), node("b", copy(1, 4))], (1, 4)),
     ],
 )  # fmt: skip
-def test_only_a_whole_version_counts(offers: list[ShardOffer], chosen: tuple[int, int] | None) -> None:
+def test_only_a_whole_version_counts(offers: list[Offer], chosen: tuple[int, int] | None) -> None:
     assert version(*offers) == chosen
 
 
@@ -121,7 +121,7 @@ LATER = (copy(0, 12, 2, resumed_from=10), copy(1, 12, 2, resumed_from=10))
 )
 def test_memory_and_disk(copies: tuple[FoundCopy, ...], manifest: Manifest, chosen: Manifest | None) -> None:
     for offers in itertools.permutations([node("a", *copies), node("b", manifest=manifest)]):
-        found = choose_shards(offers)
+        found = choose_source(offers)
         assert found is not None
         assert found.what == (chosen or copies[0].header)
         if chosen is not None:
@@ -134,7 +134,7 @@ def test_all_places_of_each_rank_are_named_its_own_copies_first() -> None:
         node("a", twin, copy(1, 4, world=3, common=False, of="b"), copy(0, 2, world=3)),
         node("b", copy(1, 4, world=3), copy(0, 4, world=3, twins=(2,), of="c")),
     ]
-    found = choose_shards(offers)
+    found = choose_source(offers)
     assert lie(found) == [["b", "a"], ["a", "b"], ["a", "b"]]
     assert found is not None
     assert found.world_size == 3
@@ -150,14 +150,14 @@ def test_an_offer_names_folders_by_their_names() -> None:
     offer = node("a", copy(0, 4, of="b"))
     body = json.loads(json.dumps(plain(offer)))
     assert body["copies"][0]["folder"] == f"{'d' * 16}.0.{'b' * 12}"
-    assert from_plain(ShardOffer, body) == offer
+    assert from_plain(Offer, body) == offer
     body["copies"][0]["folder"] = "../x"
     with pytest.raises(Invalid, match=r"folder is '../x', expected the name of a folder of slots"):
-        from_plain(ShardOffer, body)
+        from_plain(Offer, body)
 
 
 def test_of_which_ranks_only_twins_are_left() -> None:
-    found = choose_shards([node("a", copy(0, 4, world=4, twins=(2,)), copy(1, 4, world=4, twins=(3,)))])
+    found = choose_source([node("a", copy(0, 4, world=4, twins=(2,)), copy(1, 4, world=4, twins=(3,)))])
     assert found is not None
     assert [places[0].is_of(rank) for rank, places in enumerate(found.places)] == [True, True, False, False]
 
@@ -186,7 +186,7 @@ def both_of(first: int, step: int, generation: int = 1, **more: Any) -> list[Fou
     ],
 )  # fmt: skip
 def test_a_step_that_a_rank_has_not_finished_gives_way_to_the_one_that_was_kept(
-    offers: list[ShardOffer], chosen: tuple[int, int]
+    offers: list[Offer], chosen: tuple[int, int]
 ) -> None:
     assert version(*offers) == chosen
 
@@ -212,10 +212,10 @@ def test_a_bad_state_is_taken_last() -> None:
 
 
 def test_a_disk_that_does_not_verify_is_an_error_only_where_nothing_else_is() -> None:
-    rotten = ShardOffer(bad=("step 4: bytes differ",), node="b")
+    rotten = Offer(bad=("step 4: bytes differ",), node="b")
     assert version(node("a", *BOTH), rotten) == (1, 12)
     with pytest.raises(NoUsableCheckpoint, match="rank 1: step 4: bytes differ"):
-        choose_shards([node("a", BOTH[0]), rotten])
+        choose_source([node("a", BOTH[0]), rotten])
 
 
 def test_what_cannot_be_loaded_is_told() -> None:
@@ -223,7 +223,7 @@ def test_what_cannot_be_loaded_is_told() -> None:
         node("a", copy(0, 12, 2, world=3), copy(0, 10, 2, world=3)),
         node("b", copy(2, 12, 2, world=3), copy(0, 4, world=1)),
     ]
-    chosen = choose_shards(offers)
+    chosen = choose_source(offers)
     assert chosen is not None
     assert chosen.version == (1, 4)
     newest, older = unusable(offers, chosen)
@@ -232,7 +232,7 @@ def test_what_cannot_be_loaded_is_told() -> None:
         "the others are on nodes a, b"
     )
     assert (older.version, older.missing, older.nodes) == ((2, 10), (1, 2), ("a",))
-    assert unusable(offers, ShardSource(disk(11))) == (newest,)
+    assert unusable(offers, Source(disk(11))) == (newest,)
     assert unusable(offers, None) == (newest, older)
     assert unusable(offers, None, BadState(generation=2, step=11, present=3)) == (older,)
 

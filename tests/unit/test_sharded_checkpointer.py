@@ -37,7 +37,7 @@ from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk import sharded_save
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
-from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
+from elastic_agent.worker.storage.memory.slot_memory import SlotMemory
 from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
 from elastic_agent.worker.storage.replication.copy_rule import CopyVerdict
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -86,12 +86,12 @@ def check_mixed_copies(rank: int, folder: str, model: nn.Module) -> None:
 def slots_gone(rank: int) -> Iterator[None]:
     """On rank 1 no copy can be lent to the disk."""
 
-    def lend(_memory: ShardMemory, _version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
+    def lend(_memory: SlotMemory, _version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         raise OSError("the slot is gone")
 
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr(ShardMemory, "lend", lend)
+            patched.setattr(SlotMemory, "lend", lend)
         yield
 
 
@@ -124,16 +124,16 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
             assert second.save(2), "in memory"
         assert not second.wait()
         saving: Any = second._state
-        assert saving._saving.save_last_step(3, leaves=True)
+        assert saving.save_last_step(3, leaves=True)
         with slots_gone(rank):
-            saving._saving.order_write(3)
+            saving.order_write(3)
         dist.barrier()
         assert len(list((Path(folder) / "parts").glob("step-000000000003-*/__1_0.refused"))) == 1
-        check_last_step_of_busy_slots(saving._saving, patched)
+        check_last_step_of_busy_slots(saving, patched)
         # What the disk refuses is in memory, and is handed over from there.
-        patched.setattr(saving._saving, "_outlives_node", lambda *_: False)
-        patched.setattr(saving._saving, "_save", lambda *_, **__: False)
-        assert saving._saving.save_last_step(5, leaves=True)
+        patched.setattr(saving, "_outlives_node", lambda *_: False)
+        patched.setattr(saving, "_save", lambda *_, **__: False)
+        assert saving.save_last_step(5, leaves=True)
     del os.environ["ELASTIC_AGENT_GENERATION"]
 
 

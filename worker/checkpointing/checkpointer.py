@@ -135,7 +135,7 @@ class Checkpointer:
                 copy = _forwarding(weakref.ref(self))
                 end = progress.on_step(copy, every=memory_every, stage=progress.Stage.STATE)
                 self._end_copies = weakref.finalize(self, end)
-        self._end = weakref.finalize(self, self._state.drain_saver.end)
+        self._end = weakref.finalize(self, self._state.end)
         self._end.atexit = False  # what it does at the end of the process is registered there
 
     def load(self) -> int:
@@ -195,7 +195,7 @@ class Checkpointer:
             saved = self._state.save(number)
         if saved:
             self._has_saved = True
-            self._state.drain_saver.saved()
+            self._state.goes_on()
         return saved
 
     def wait(self) -> bool:
@@ -205,7 +205,7 @@ class Checkpointer:
         """
         self._refuse_other_thread()
         durable = self._state.wait()
-        self._state.drain_saver.waited()
+        self._state.waited()
         if durable and self._has_saved:
             progress.checkpointers.saved(self._files.directory)
         return durable
@@ -273,7 +273,7 @@ class Checkpointer:
         with contextlib.suppress(OSError):
             is_here = bool(self._files.steps())
         was_removed = not any(current_group().gather(b"here" if is_here else b""))
-        if was_removed and self._state.drain_saver.forget():
+        if was_removed and self._state.forget():
             logger.warning(
                 "%s was removed since it was saved there: the copies of it in memory are left aside. close() a "
                 "Checkpointer before its directory is used for another training",
@@ -298,7 +298,7 @@ class Checkpointer:
                 self._end()
             # The generation after a planned change goes on from memory, also where the script closes on its way out.
             if self._durable and progress.awaited_between_steps() is None:
-                self._state.drain_saver.forget()
+                self._state.forget()
         return self._durable
 
     def __enter__(self) -> Checkpointer:
@@ -318,7 +318,7 @@ class Checkpointer:
         """Take no part in training from here on."""
         if self._end_copies is not None:
             self._end_copies()
-        self._state.drain_saver.leave()
+        self._state.leave()
         progress.checkpointers.release(self._files.directory, self)
 
     def _check_open(self) -> None:
@@ -340,7 +340,7 @@ def _has_state(part: object) -> bool:
 def _forwarding(checkpointer: weakref.ref[Checkpointer]) -> Callable[[int], None]:
     def copy(step: int) -> None:
         alive = checkpointer()
-        if alive is not None and not alive._state.drain_saver.is_over:
+        if alive is not None and not alive._state.is_over:
             alive.save_to_memory(step)
 
     return copy

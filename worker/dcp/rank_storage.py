@@ -33,8 +33,7 @@ from ..storage.disk.commit import make_attempt, new_attempt, not_shared, sees_ma
 from ..storage.disk.manifests import Manifest, manifest_of, manifest_steps
 from ..storage.disk.parts import refusal_of
 from ..storage.disk.sharded_save import ShardedSave
-from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
-from ..storage.memory.slot_memory import CopyUnderWay
+from ..storage.memory.slot_memory import CopyUnderWay, SlotMemory, header_of_shards, memory_of
 from ..storage.memory.slots import HeldSlot, Slots
 from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy, oldest_needed
 from ..wire.environment import WorkerEnv
@@ -164,7 +163,7 @@ class RankStorage:
         self._layouts = ShardLayouts()
         self._form: Form | None = None
         """Of the newest save."""
-        self._memory = shard_memory_of(os.environ, path)
+        self._memory = memory_of(os.environ, path, is_sharded=True)
         self._replicas = ShardReplicas(path, env, self._memory) if self._memory is not None else None
         self._copies = SlotCopies(self._memory)
         self._saver = DiskSaver(self.files, env)
@@ -259,7 +258,7 @@ class RankStorage:
                 return readiness
             time.sleep(LOOK_S)
 
-    def _abandon_from(self, step: int, memory: ShardMemory, replicas: ShardReplicas) -> None:
+    def _abandon_from(self, step: int, memory: SlotMemory, replicas: ShardReplicas) -> None:
         """Drop what this generation has copied from that step on, which an older state was loaded after."""
         before = self.env.generation, step - 1
         memory.abandon_newer(before)
@@ -267,7 +266,7 @@ class RankStorage:
         if self.protected is not None and self.protected > before:
             self.protected = None
 
-    def _is_used_by_checkpointer(self, memory: ShardMemory) -> bool:
+    def _is_used_by_checkpointer(self, memory: SlotMemory) -> bool:
         """A Checkpointer keeps its own copies in these slots."""
         others = [
             header.step
@@ -375,7 +374,16 @@ class RankStorage:
         version = self.env.generation, save.step
 
         def begin() -> CopyUnderWay:
-            copy = memory.begin_copy(layout, save.step, protected=decision.protected, twins=())
+            protected = decision.protected
+            header = header_of_shards(
+                layout,
+                memory.place,
+                save.step,
+                memory.resumed_from,
+                common=memory.keeps_common,
+                protected=protected,
+            )
+            copy = memory.begin_copy(layout, header, protected=protected)
             try:
                 for event in copy.events:  # DCP's tensors may be its own, and end with the save
                     event.synchronize()

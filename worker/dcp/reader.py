@@ -17,19 +17,19 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec import Count
+from ..checkpointing.loading.offered_copies import copies_in, offers_of_standbys
 from ..checkpointing.loading.selection import (
     CopyName,
     CopyPlace,
+    Offer,
     Places,
-    ShardOffer,
-    ShardSource,
-    choose_shards,
+    Source,
+    choose_source,
     unusable,
     without,
 )
 from ..checkpointing.loading.state_loader import Reasons, choose_together
 from ..checkpointing.sharded.meeting import RankHome
-from ..checkpointing.sharded.offered_copies import offers_of_standbys, shard_copies_in
 from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group, raise_together
@@ -57,7 +57,7 @@ READ_BYTES = 256 << 20
 class _Found:
     """What is loaded, and the tables of its copies, by rank. `places`: where these lie in memory."""
 
-    what: Manifest | ShardSource
+    what: Manifest | Source
     tables: dict[int, Table]
     places: tuple[CopyPlace, ...] = ()
 
@@ -264,7 +264,7 @@ class ElasticStorageReader(StorageReader):
         on_disk: _Found | None = None
         failure: CheckpointError | None = None
 
-        def exchange(manifest: Manifest | None, _: Reasons) -> list[ShardOffer]:
+        def exchange(manifest: Manifest | None, _: Reasons) -> list[Offer]:
             of_ranks = group.exchange(self._offer(own, manifest, copies))
             return [without(self._wanted_of(offer), damaged) for offer in (*of_ranks, *standbys)]
 
@@ -279,7 +279,7 @@ class ElasticStorageReader(StorageReader):
                 failure = CheckpointError(f"{self._directory} cannot be read: {error}")
             return (on_disk.what if on_disk is not None and isinstance(on_disk.what, Manifest) else None), ()
 
-        def all_can_read(source: ShardSource, offers: list[ShardOffer]) -> bool:
+        def all_can_read(source: Source, offers: list[Offer]) -> bool:
             nonlocal in_memory
             places = tuple(_best_of(places, rank) for rank, places in enumerate(source.places))
             tables = _open_together(group, own.env, places, damaged, {offer.node for offer in standbys})
@@ -288,7 +288,7 @@ class ElasticStorageReader(StorageReader):
             return tables is not None
 
         claimed = self._newest_manifest(own.files)
-        source, offers = choose_together(claimed, exchange, choose_shards, look, all_can_read)
+        source, offers = choose_together(claimed, exchange, choose_source, look, all_can_read)
         if in_memory is None:
             raise_together(group, failure)
             return on_disk
@@ -306,19 +306,19 @@ class ElasticStorageReader(StorageReader):
 
     def _copies_here(self, env: WorkerEnv) -> tuple[FoundCopy, ...]:
         """On this node. Its first rank names them."""
-        return shard_copies_in(env.memory, self._directory) if env.memory and env.local_rank <= 0 else ()
+        return (
+            copies_in(env.memory, self._directory, is_sharded=True)
+            if env.memory and env.local_rank <= 0
+            else ()
+        )
 
-    def _wanted_of(self, offer: ShardOffer) -> ShardOffer:
+    def _wanted_of(self, offer: Offer) -> Offer:
         wanted = (copy for copy in offer.copies if copy.header.step == self._wanted)
         return offer if self._wanted is None else replace(offer, copies=tuple(wanted))
 
-    def _offer(
-        self, own: RankStorage, manifest: Manifest | None, copies: tuple[FoundCopy, ...]
-    ) -> ShardOffer:
+    def _offer(self, own: RankStorage, manifest: Manifest | None, copies: tuple[FoundCopy, ...]) -> Offer:
         foreign = manifest is not None and not own.files.claim.is_ours(manifest)
-        return ShardOffer(
-            manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign
-        )
+        return Offer(manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign)
 
     def _is_unwanted(self, manifest: Manifest) -> bool:
         return self._wanted not in (None, manifest.step) or not manifest.is_sharded

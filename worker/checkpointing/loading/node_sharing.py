@@ -20,7 +20,7 @@ from io import BufferedRandom, BufferedReader
 from ...errors import CheckpointError
 from ...ranks.group import Group, because, raise_together
 from ...storage.memory.copy_header import Header
-from ...storage.memory.node_memory import NodeMemory
+from ...storage.memory.slot_memory import SlotMemory
 from ...storage.memory.slots import NoRoom, OpenSlot, SlotsBusy
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class NodeSharing:
     """One transfer, as one rank takes part in it. What it opens is closed with `stack`."""
 
     def __init__(
-        self, group: Group, memory: NodeMemory | None, first: Sequence[int], stack: contextlib.ExitStack
+        self, group: Group, memory: SlotMemory | None, first: Sequence[int], stack: contextlib.ExitStack
     ) -> None:
         self._group = group
         self._memory = memory
@@ -108,13 +108,13 @@ class NodeSharing:
             raise_together(group, error)
         if route is Route.MAPS:
             assert memory is not None
-            return self._stack.enter_context(memory.hold(header.version)).stream
+            return self._stack.enter_context(memory.hold_verified(header.version)).stream
         there = mine if route is Route.HAS else received
         assert there is not None
         return there
 
     def _open_slot(self, size: int) -> OpenSlot | None:
-        if self._memory is None or not self._memory.copies_for_node:
+        if self._memory is None or not self._memory.keeps_common:
             return None
         try:
             return self._memory.open_slot(size)
@@ -162,7 +162,7 @@ class NodeSharing:
 
 
 def _keep(
-    memory: NodeMemory, opened: OpenSlot, header: Header, error: CheckpointError | None
+    memory: SlotMemory, opened: OpenSlot, header: Header, error: CheckpointError | None
 ) -> CheckpointError | None:
     try:
         if error is None:

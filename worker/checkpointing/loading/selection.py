@@ -1,18 +1,36 @@
-"""Which version of a sharded state is loaded, and where each of its shards lies.
+"""Which state is loaded, and who has it: every rank lists what it has, and all choose the same.
 
-A version in memory counts when it is *whole*: of every rank of its world there is a copy, or one of a twin, on some
-node, in its own slot or as a replica, and some copy has what is common. Of the whole versions and of the disks'
-checkpoints the same one wins as of a state that is the same on all ranks: see below.
+Generations of one store are numbered in order, so of the copies in memory the newest generation's newest step
+wins: a generation that began below a step of an older one has abandoned that step, and one that began at it or
+beyond has a step at least as high. The number on a disk may be another store's, so a checkpoint on disk is held
+against that choice only if its step is beyond the one at which the choice's generation began: up to there it is
+what that generation came from. Beyond it the newer generation wins, of one generation the newer step, and of
+equals the memory. Where no rank has anything in memory the newest step on any disk wins, of one step the newest
+generation's.
 
-A twin stands in for the shards of a rank, not for what that rank has for itself, such as its random state. A version
-that some rank has not finished gives way to the one that all kept meanwhile, if that one has the own copies of all
-ranks: a killed worker costs a step, and no bit. Both must be of one generation: then the node where the rank was is
-there, and the rank had not finished. Where that node is lost with all that its ranks had, the newer version counts.
+Of a state that is the same on all ranks each copy is all of it. Ranks copy it without waiting for each other, so the
+newest one may be one that some rank did not come to. It counts only when every rank's random state after it is known,
+unless the world has changed its size, there is no other, it is partial, made after a rank had failed, or a rank is lost
+with its node: then that rank's random numbers are others than they would have been.
+
+Of a sharded state a version in memory counts when it is *whole*: of every rank of its world there is a copy, or one of
+a twin, on some node, in its own slot or as a replica, and some copy has what is common. A twin stands in for the shards
+of a rank, not for what that rank has for itself, such as its random state. A version that some rank has not finished
+gives way to the one that all kept meanwhile, if that one has the own copies of all ranks: a killed worker costs a step,
+and no bit. Both must be of one generation: then the node where the rank was is there, and the rank had not finished.
+Where that node is lost with all that its ranks had, the newer version counts.
 
 Copies that are not whole never count, as if they were not there. Then a whole older version is taken, else the disk,
 else training begins anew: no decision of a person could bring back shards that no live node has, and a job that has
 not reached its first save shall go on by itself. It is not silent: `unusable` says what is lost, for the log. What is
 on disk and does not verify is another matter, which a person can mend: NoUsableCheckpoint, as ever.
+
+A run loads what is its own, or was taken over by it. Another run's checkpoint counts only where there is nothing
+else, as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs
+have no order: between them what this run has done since is the newer.
+
+Workers that loaded the newest state may have failed again and again. Then their agents name it (`BadState`), and
+it is chosen only where this run has no other. It is this run's: what another run has left is never what came of it.
 """
 
 from __future__ import annotations
@@ -31,10 +49,39 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOffer:
-    """What one rank has: as an `Offer`, but that `copies` are of shards, replicas of other nodes' included.
+class BadState:
+    """All generations that loaded the state of `step` failed, last in `generation`; this is generation `present`."""
 
-    The first rank of a node offers what its memory holds; `address` is of that node's memory server.
+    generation: int
+    step: int
+    present: int
+    run: str = ""
+    """Whose generations these are."""
+
+    @staticmethod
+    def of(env: WorkerEnv, run: str) -> BadState | None:
+        generation, colon, step = env.bad_state.partition(":")
+        if not colon:
+            return None
+        return BadState(int(generation), int(step), env.generation, run)
+
+    def covers(self, what: Manifest | Header, *, foreign: bool = False) -> bool:
+        """That state, and what came of it. What later generations have made of an older one is good.
+
+        `foreign`: another run's, which this one has not taken over.
+        """
+        if foreign:
+            return False
+        made_since = what.run == self.run and self.generation < what.generation <= self.present
+        return what.step >= self.step and not made_since
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What one rank has: its disk's newest checkpoint, what does not verify there, and what is in its node's memory.
+
+    The first rank of a node offers what the memory holds, of a sharded state with the replicas of other nodes'. All of
+    that `node` can read it; `address` is of its memory server.
     """
 
     manifest: Manifest | None = None
@@ -43,7 +90,11 @@ class ShardOffer:
     node: str = ""
     address: str = ""
     run: str = ""
+    """The run of this rank."""
     foreign: bool = False
+    """The checkpoint on disk is another run's, which this one has not taken over."""
+    noted: tuple[NotedState, ...] = ()
+    """Random states in memory, also of states of which this node has no copy any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +135,8 @@ Places = tuple[CopyPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSource:
-    """What is loaded: a version in memory, or the checkpoint on the disk of `rank`."""
+class Source:
+    """What is loaded: what the rank `rank` has on its disk, or the copy in its memory; or the shards at `places`."""
 
     what: Manifest | Header
     rank: int = 0
@@ -127,35 +178,122 @@ class Unusable:
         )
 
 
-def choose_shards(offers: Sequence[ShardOffer], bad: BadState | None = None) -> ShardSource | None:
-    """See the module's docstring. `offers` are by rank.
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A state in memory: the copy that a rank's node has, or a whole version of shards."""
 
-    None where there is nothing to load: training begins anew. Raises NoUsableCheckpoint.
+    header: Header
+    rank: int = 0
+    places: tuple[Places, ...] = ()
+
+
+def choose_source(offers: Sequence[Offer], bad: BadState | None = None) -> Source | None:
+    """See the module's docstring; of equals the lowest rank's. `offers` are by rank.
+
+    None when no rank has ever had a checkpoint, or shards are missing and nothing is on disk. Raises NoUsableCheckpoint
+    when some are on disk and none is good.
     """
-    whole = _finished({places[0].header: places for places in _versions(offers) if not _missing(places)})
+    # The memory is the agent's, and an agent has one job: what these runs have done is this job's.
     kin = {copy.header.run for offer in offers for copy in offer.copies}
-    source = choose_source(
-        [
-            Offer(
-                manifest=offer.manifest,
-                bad=offer.bad,
-                copies=tuple(whole) if rank == 0 else (),
-                node=offer.node,
-                run=offer.run,
-                foreign=offer.foreign and offer.manifest is not None and offer.manifest.run not in kin,
-            )
-            for rank, offer in enumerate(offers)
-        ],
-        bad,
-    )
-    if source is None:
-        return None
-    if isinstance(source.what, Manifest):
-        return ShardSource(source.what, source.rank)
-    return ShardSource(source.what, places=_by_rank(whole[source.what]))
+    offers = [replace(offer, foreign=_is_foreign(offer, kin)) for offer in offers]
+    candidates = list(_candidates(offers))
+    if bad is not None:
+        others = [_without(offer, bad) for offer in offers]
+        good = [one for one in candidates if not bad.covers(one.header)]
+        if good or any(offer.manifest and not offer.foreign for offer in others):
+            return _choose(others, good)
+    return _choose(offers, candidates)
 
 
-def without(offer: ShardOffer, left_out: Collection[CopyName]) -> ShardOffer:
+def _candidates(offers: Sequence[Offer]) -> Iterator[_Candidate]:
+    for rank, offer in enumerate(offers):
+        yield from (_Candidate(copy.header, rank) for copy in offer.copies if copy.header.shards is None)
+    whole = {places[0].header: places for places in _versions(offers) if not _missing(places)}
+    for header, places in _finished(whole).items():
+        yield _Candidate(header, places=_by_rank(places))
+
+
+def _is_foreign(offer: Offer, kin: set[str]) -> bool:
+    return offer.foreign and offer.manifest is not None and offer.manifest.run not in kin
+
+
+def _without(offer: Offer, bad: BadState) -> Offer:
+    unwanted = offer.manifest is not None and bad.covers(offer.manifest, foreign=offer.foreign)
+    return replace(offer, manifest=None) if unwanted else offer
+
+
+def _choose(offers: Sequence[Offer], candidates: Sequence[_Candidate]) -> Source | None:
+    disks = _own_disks(offers, has_copies=bool(candidates))
+    if candidates:
+        newest = _newest(candidates, offers)
+        beyond = [
+            ((manifest.generation, manifest.step), place, manifest)
+            for manifest, place in disks
+            if _is_beyond(manifest, newest.header, offers[0].run)
+        ]
+        if not beyond:
+            return Source(newest.header, newest.rank, newest.places)
+        _, place, manifest = max(beyond, key=lambda one: one[:2])
+        return Source(manifest, -place)
+    if disks:
+        manifest, place = max(disks, key=lambda one: (one[0].step, one[0].generation, one[1]))
+        return Source(manifest, -place)
+    rotten = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
+    if rotten:
+        raise NoUsableCheckpoint(
+            "checkpoints exist and none verifies; not starting again from step 0 by itself. Restore one, or delete "
+            f"them to start again. {'; '.join(rotten)}"
+        )
+    return None
+
+
+def _own_disks(offers: Sequence[Offer], *, has_copies: bool) -> list[tuple[Manifest, int]]:
+    """The checkpoints on disks that may be loaded, each with its rank's place: the greater is the better."""
+    disks = [(offer.manifest, -rank, offer.foreign) for rank, offer in enumerate(offers) if offer.manifest]
+    has_own = has_copies or not all(foreign for *_, foreign in disks)
+    return [(manifest, place) for manifest, place, foreign in disks if not (foreign and has_own)]
+
+
+def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
+    if manifest.run != header.run and run in (manifest.run, header.run):
+        return manifest.run == run
+    return manifest.step > header.resumed_from and (manifest.generation, manifest.step) > header.version
+
+
+def _newest(candidates: Sequence[_Candidate], offers: Sequence[Offer]) -> _Candidate:
+    def order(one: _Candidate) -> tuple[tuple[int, int], bool, bool, int]:
+        return one.header.version, not one.header.rng_holes, bool(one.header.sums), -one.rank
+
+    return max([one for one in candidates if _counts(one.header, offers)] or candidates, key=order)
+
+
+def _counts(header: Header, offers: Sequence[Offer]) -> bool:
+    """Whether every rank can go on from it with its own random state, or could not be expected to.
+
+    A rank that has noted none of this generation's states, where others have noted two, is lost with its node.
+    """
+    if not header.rng_holes or header.partial or header.world_size != len(offers):
+        return True
+    noted = {
+        (one.rank, one.version)
+        for offer in offers
+        for one in offer.noted
+        if (one.version[0], one.world_size) == (header.generation, header.world_size)
+    }
+    ranks = set(range(header.world_size))
+    is_node_lost = {rank for rank, _ in noted} != ranks and len({version for _, version in noted}) > 1
+    return is_node_lost or {rank for rank, version in noted if version == header.version} == ranks
+
+
+def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
+    """Where that state is in memory. Its bytes may differ from node to node, the state does not."""
+    return {offer.node for offer in offers for copy in offer.copies if copy.header.version == header.version}
+
+
+# ---------------------------------------------------------------- versions of a sharded state
+
+
+def without(offer: Offer, left_out: Collection[CopyName]) -> Offer:
     """What is offered but for these copies, which could not be read."""
     copies = (
         copy
@@ -166,7 +304,7 @@ def without(offer: ShardOffer, left_out: Collection[CopyName]) -> ShardOffer:
 
 
 def unusable(
-    offers: Sequence[ShardOffer], chosen: ShardSource | None, bad: BadState | None = None
+    offers: Sequence[Offer], chosen: Source | None, bad: BadState | None = None
 ) -> tuple[Unusable, ...]:
     """The versions in memory, newest first, that are of later steps than `chosen` and miss shards.
 
@@ -183,8 +321,8 @@ def unusable(
     return tuple(sorted(found, key=lambda one: one.version, reverse=True))
 
 
-def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[CopyPlace]]:
-    """All copies, those of one version together: none is empty."""
+def _versions(offers: Sequence[Offer]) -> Iterator[list[CopyPlace]]:
+    """All copies of shards, those of one version together: none is empty."""
     found: dict[tuple[object, ...], list[CopyPlace]] = {}
     for offer in offers:
         for copy in offer.copies:
@@ -234,186 +372,3 @@ def _named(kind: str, which: Sequence[object]) -> str:
     shown = ", ".join(map(str, which[:_MOST_NAMED]))
     more = f" and {len(which) - _MOST_NAMED} more" if len(which) > _MOST_NAMED else ""
     return f"{kind}{'s' * (len(which) > 1)} {shown}{more}"
-
-
-# ---------------------------------------------------------------- a state that is the same on all ranks
-#
-# Whose copy of the state is loaded: every rank lists what it has, and all choose the same.
-#
-# Generations of one store are numbered in order, so of the copies in memory the newest generation's newest step
-# wins: a generation that began below a step of an older one has abandoned that step, and one that began at it or
-# beyond has a step at least as high. The number on a disk may be another store's, so a checkpoint on disk is held
-# against that choice only if its step is beyond the one at which the choice's generation began: up to there it is
-# what that generation came from. Beyond it the newer generation wins, of one generation the newer step, and of
-# equals the memory.
-#
-# Ranks copy without waiting for each other, so the newest copy may be one that some rank did not come to. It counts
-# only when every rank's random state after it is known, unless the world has changed its size, there is no other, it
-# is partial, made after a rank had failed, or a rank is lost with its node: then that rank's random numbers are others
-# than they would have been.
-#
-# Where no rank has anything in memory the newest step on any disk wins, of one step the newest generation's.
-#
-# A run loads what is its own, or was taken over by it. Another run's checkpoint counts only where there is nothing
-# else, as when a job is started again: then its checkpoint is what this run goes on from. Generations of two runs
-# have no order: between them what this run has done since is the newer.
-#
-# Workers that loaded the newest state may have failed again and again. Then their agents name it (`BadState`), and
-# it is chosen only where this run has no other. It is this run's: what another run has left is never what came of
-# it.
-
-
-@dataclass(frozen=True, slots=True)
-class BadState:
-    """All generations that loaded the state of `step` failed, last in `generation`; this is generation `present`."""
-
-    generation: int
-    step: int
-    present: int
-    run: str = ""
-    """Whose generations these are."""
-
-    @staticmethod
-    def of(env: WorkerEnv, run: str) -> BadState | None:
-        generation, colon, step = env.bad_state.partition(":")
-        if not colon:
-            return None
-        return BadState(int(generation), int(step), env.generation, run)
-
-    def covers(self, what: Manifest | Header, *, foreign: bool = False) -> bool:
-        """That state, and what came of it. What later generations have made of an older one is good.
-
-        `foreign`: another run's, which this one has not taken over.
-        """
-        if foreign:
-            return False
-        made_since = what.run == self.run and self.generation < what.generation <= self.present
-        return what.step >= self.step and not made_since
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one rank has: its disk's newest checkpoint, what does not verify there, and what is in its node's memory.
-
-    One rank of a node offers what the memory holds; all of that `node` can read it.
-    """
-
-    manifest: Manifest | None = None
-    bad: tuple[str, ...] = ()
-    copies: tuple[Header, ...] = ()
-    node: str = ""
-    run: str = ""
-    """The run of this rank."""
-    foreign: bool = False
-    """The checkpoint on disk is another run's, which this one has not taken over."""
-    noted: tuple[NotedState, ...] = ()
-    """Random states in memory, also of states of which this node has no copy any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The rank whose checkpoint is loaded: the one on its disk, or the copy in its memory."""
-
-    rank: int
-    what: Manifest | Header
-
-
-def choose_source(offers: Sequence[Offer], bad: BadState | None = None) -> Source | None:
-    """See the module's docstring; of equals the lowest rank's. `offers` are by rank.
-
-    None when no rank has ever had a checkpoint. Raises NoUsableCheckpoint when some exist and none is good.
-    """
-    kin = runs_in_memory(offers)
-    offers = [replace(offer, foreign=_is_foreign(offer, kin)) for offer in offers]
-    others = [_without(offer, bad) for offer in offers] if bad is not None else []
-    if any(offer.copies or (offer.manifest and not offer.foreign) for offer in others):
-        return _choose(others)
-    return _choose(offers)
-
-
-def _is_foreign(offer: Offer, kin: set[str]) -> bool:
-    return offer.foreign and offer.manifest is not None and offer.manifest.run not in kin
-
-
-def _without(offer: Offer, bad: BadState) -> Offer:
-    unwanted = offer.manifest is not None and bad.covers(offer.manifest, foreign=offer.foreign)
-    manifest = None if unwanted else offer.manifest
-    copies = tuple(copy for copy in offer.copies if not bad.covers(copy))
-    return replace(offer, manifest=manifest, copies=copies)
-
-
-def _choose(offers: Sequence[Offer]) -> Source | None:
-    disks = _own_disks(offers)
-    newest = _newest_copy(offers)
-    if newest is not None:
-        header, rank = newest
-        beyond = [
-            ((manifest.generation, manifest.step), place, manifest)
-            for manifest, place in disks
-            if _is_beyond(manifest, header, offers[0].run)
-        ]
-        if not beyond:
-            return Source(-rank, header)
-        _, rank, manifest = max(beyond, key=lambda one: one[:2])
-        return Source(-rank, manifest)
-    if disks:
-        manifest, rank = max(disks, key=lambda one: (one[0].step, one[0].generation, one[1]))
-        return Source(-rank, manifest)
-    rotten = [f"rank {rank}: {reason}" for rank, offer in enumerate(offers) for reason in offer.bad]
-    if rotten:
-        raise NoUsableCheckpoint(
-            "checkpoints exist and none verifies; not starting again from step 0 by itself. Restore one, or delete "
-            f"them to start again. {'; '.join(rotten)}"
-        )
-    return None
-
-
-def runs_in_memory(offers: Sequence[Offer]) -> set[str]:
-    """The memory is the agent's, and an agent has one job: what these runs have done is this job's."""
-    return {copy.run for offer in offers for copy in offer.copies}
-
-
-def _own_disks(offers: Sequence[Offer]) -> list[tuple[Manifest, int]]:
-    """The checkpoints on disks that may be loaded, each with its rank's place: the greater is the better."""
-    disks = [(offer.manifest, -rank, offer.foreign) for rank, offer in enumerate(offers) if offer.manifest]
-    has_own = any(offer.copies for offer in offers) or not all(foreign for *_, foreign in disks)
-    return [(manifest, place) for manifest, place, foreign in disks if not (foreign and has_own)]
-
-
-def _is_beyond(manifest: Manifest, header: Header, run: str) -> bool:
-    if manifest.run != header.run and run in (manifest.run, header.run):
-        return manifest.run == run
-    return manifest.step > header.resumed_from and (manifest.generation, manifest.step) > header.version
-
-
-def _newest_copy(offers: Sequence[Offer]) -> tuple[Header, int] | None:
-    copies = [(copy, -rank) for rank, offer in enumerate(offers) for copy in offer.copies]
-    counting = [(header, rank) for header, rank in copies if _counts(header, offers)]
-    if not copies:
-        return None
-    return max(
-        counting or copies, key=lambda one: (one[0].version, not one[0].rng_holes, bool(one[0].sums), one[1])
-    )
-
-
-def _counts(header: Header, offers: Sequence[Offer]) -> bool:
-    """Whether every rank can go on from it with its own random state, or could not be expected to.
-
-    A rank that has noted none of this generation's states, where others have noted two, is lost with its node.
-    """
-    if not header.rng_holes or header.partial or header.world_size != len(offers):
-        return True
-    noted = {
-        (one.rank, one.version)
-        for offer in offers
-        for one in offer.noted
-        if (one.version[0], one.world_size) == (header.generation, header.world_size)
-    }
-    ranks = set(range(header.world_size))
-    is_node_lost = {rank for rank, _ in noted} != ranks and len({version for _, version in noted}) > 1
-    return is_node_lost or {rank for rank, version in noted if version == header.version} == ranks
-
-
-def nodes_with(header: Header, offers: Sequence[Offer]) -> set[str]:
-    """Where that state is in memory. Its bytes may differ from node to node, the state does not."""
-    return {offer.node for offer in offers for copy in offer.copies if copy.version == header.version}

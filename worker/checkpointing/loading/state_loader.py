@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar
 
 from ...errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
 from ...ranks.group import Group, current_group, together
@@ -19,15 +19,14 @@ from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
 from ...storage.disk.manifests import Manifest
 from ...storage.memory.copy_header import Header
+from ...storage.memory.slot_memory import SlotMemory
 from ...wire.environment import WorkerEnv
 from ...wire.messages import MAX_REASON_CHARS, LoadResult, Tier
 from .node_sharing import first_ranks
-from .selection import BadState, Offer, ShardOffer, ShardSource, Source
+from .offered_copies import copies_in
+from .selection import BadState, Offer, Source
 
 logger = logging.getLogger(__name__)
-
-_Offer = TypeVar("_Offer", Offer, ShardOffer)
-_Source = TypeVar("_Source", Source, ShardSource)
 
 Reasons = tuple[str, ...]
 """What is wrong with checkpoints on disk."""
@@ -52,9 +51,14 @@ class LoadedState:
 class StateLoader(ABC):
     """As one rank takes part in it."""
 
-    def __init__(self, files: CheckpointFiles, env: WorkerEnv, *, read_only: bool) -> None:
+    _is_sharded: ClassVar[bool]
+
+    def __init__(
+        self, files: CheckpointFiles, memory: SlotMemory | None, env: WorkerEnv, *, read_only: bool
+    ) -> None:
         """`read_only`: training does not go on from what is loaded, so nothing is claimed or reported."""
         self._files = files
+        self._memory = memory
         self._env = env
         self._read_only = read_only
         self._report = progress.Silent() if read_only else progress
@@ -125,6 +129,20 @@ class StateLoader(ABC):
         else:
             logger.warning("going on from an older state: step=%d bad=%d", what.step, bad.step)
 
+    def _offer(self, manifest: Manifest | None, reasons: Reasons) -> Offer:
+        env, memory, directory = self._env, self._memory, self._files.directory
+        speaks = memory is not None and memory.keeps_common
+        return Offer(
+            manifest,
+            reasons,
+            copies_in(env.memory, directory, is_sharded=self._is_sharded) if speaks else (),
+            env.node if memory is not None else "",
+            env.memory_address,
+            self._files.run.id,
+            self._is_foreign(manifest),
+            memory.noted() if memory is not None and speaks else (),
+        )
+
     # ---------------------------------------------------------------- this rank's directory
 
     def _is_foreign(self, manifest: Manifest | None) -> bool:
@@ -166,11 +184,11 @@ def warn_of(bad: BadCheckpoint) -> None:
 
 def choose_together(
     claimed: Manifest | None,
-    exchange: Callable[[Manifest | None, Reasons], list[_Offer]],
-    choose: Callable[[list[_Offer]], _Source | None],
+    exchange: Callable[[Manifest | None, Reasons], list[Offer]],
+    choose: Callable[[list[Offer]], Source | None],
     look: Callable[[], tuple[Manifest | None, Reasons]],
-    all_can_read: Callable[[_Source, list[_Offer]], bool] = lambda *_: True,
-) -> tuple[_Source | None, list[_Offer]]:
+    all_can_read: Callable[[Source, list[Offer]], bool] = lambda *_: True,
+) -> tuple[Source | None, list[Offer]]:
     """What all ranks load, None where there is nothing, and what each has.
 
     The disk is looked at only where it could win, as all of a checkpoint is read before it is believed: that takes

@@ -44,8 +44,8 @@ from ...storage.memory.rank_state import Buffers, RankStateFile
 from ...storage.memory.slot_memory import RankPlace
 from ...wire.channel import Lines
 from ...wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
-from ..saving.drain_saver import BaseDrainSaver, all_drain_savers
-from .drain_saver import ReplicatedDrainSaver
+from ..saving.base_saver import BaseSaver, all_savers
+from .saver import Saver
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _COLLECTIVE = re.compile(
 class _Guarded:
     """One Checkpointer's parts, and what is kept aside of them."""
 
-    def __init__(self, owner: ReplicatedDrainSaver, place: RankPlace) -> None:
+    def __init__(self, owner: Saver, place: RankPlace) -> None:
         """Raises OSError."""
         self.owner = owner
         self._state = dict(owner.parts)
@@ -98,9 +98,9 @@ class JustInTime:
     def __init__(self, place: RankPlace, address: str) -> None:
         self._place = place
         self._address = address
-        self._savers: tuple[BaseDrainSaver, ...] = ()
+        self._savers: tuple[BaseSaver, ...] = ()
         """All that take part; one may be loaded when the guard has begun."""
-        self._guarded: dict[ReplicatedDrainSaver, _Guarded] = {}
+        self._guarded: dict[Saver, _Guarded] = {}
         self._boundary: int | None = None
         """The newest, as long as the state of this process can be brought back to it."""
         self._update = threading.Lock()
@@ -185,12 +185,12 @@ class JustInTime:
 
     def _adopt(self) -> None:
         """Guard all that take part now."""
-        before, self._savers = self._savers, all_drain_savers()
+        before, self._savers = self._savers, all_savers()
         if self._savers == before:
             return
         known, self._guarded = self._guarded, {}
         for saver in self._savers:
-            if isinstance(saver, ReplicatedDrainSaver):
+            if isinstance(saver, Saver):
                 try:
                     self._guarded[saver] = known[saver] if saver in known else self._guard(saver)
                 except OSError as error:
@@ -202,7 +202,7 @@ class JustInTime:
                     saver.directory,
                 )
 
-    def _guard(self, owner: ReplicatedDrainSaver) -> _Guarded:
+    def _guard(self, owner: Saver) -> _Guarded:
         one = _Guarded(owner, self._place)
         write = partial(self._write_down, one.under_way)
         for module in one.modules:
@@ -287,7 +287,7 @@ class JustInTime:
 
     def _all_are_guarded(self, step: int) -> bool:
         for saver in self._savers:
-            if not isinstance(saver, ReplicatedDrainSaver) and not saver.is_beyond(step):
+            if not isinstance(saver, Saver) and not saver.is_beyond(step):
                 logger.warning(
                     "step %d is not kept: the state in %s is sharded, and no rank has what another one had of it",
                     step,

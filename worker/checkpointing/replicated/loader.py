@@ -23,7 +23,7 @@ from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
 from ...storage.disk.manifests import Manifest
 from ...storage.memory import rank_state
 from ...storage.memory.copy_header import Header
-from ...storage.memory.node_memory import NodeMemory, load_mapped
+from ...storage.memory.slot_memory import SlotMemory
 from ...storage.memory.slots import HeldSlot
 from ...wire.environment import WorkerEnv
 from ..loading.node_sharing import Bytes, NodeSharing, first_ranks
@@ -37,18 +37,19 @@ _RECORD = struct.Struct("!qq")  # rank and length, followed by that rank's rando
 
 
 class Loader(StateLoader):
+    _is_sharded = False
+
     def __init__(
         self,
         files: CheckpointFiles,
         contents: Contents,
-        memory: NodeMemory | None,
+        memory: SlotMemory | None,
         env: WorkerEnv,
         *,
         read_only: bool,
     ) -> None:
-        super().__init__(files, env, read_only=read_only)
+        super().__init__(files, memory, env, read_only=read_only)
         self._contents = contents
-        self._memory = memory
         self._stack = contextlib.ExitStack()
         """What is open until this load ends."""
         self._mine: VerifiedCheckpoint | None = None
@@ -105,14 +106,6 @@ class Loader(StateLoader):
         self._report.load_chosen(step)
         return load_mapped(stream)
 
-    def _offer(self, manifest: Manifest | None, reasons: Reasons) -> Offer:
-        memory = self._memory
-        speaks = memory if memory is not None and memory.copies_for_node else None
-        copies = speaks.copies() if speaks is not None else ()
-        noted = speaks.noted() if speaks is not None else ()
-        node = memory.place.node if memory is not None else ""
-        return Offer(manifest, reasons, copies, node, self._files.run.id, self._is_foreign(manifest), noted)
-
     # ---------------------------------------------------------------- from disk
 
     def _look_and_keep(self, group: Group) -> tuple[Manifest | None, Reasons]:
@@ -158,7 +151,7 @@ class Loader(StateLoader):
         node = memory.place.node if memory is not None else ""
         if memory is not None and node in nodes_with(wanted, offers):
             try:
-                self._held = self._stack.enter_context(memory.hold(wanted.version))
+                self._held = self._stack.enter_context(memory.hold_verified(wanted.version))
             except (OSError, ValueError) as error:
                 problem = str(error) or repr(error)
                 logger.warning("a copy in memory is left aside: step=%d reason=%s", wanted.step, problem)
@@ -167,7 +160,7 @@ class Loader(StateLoader):
         if broken:
             self._stack.pop_all().close()
             self._held = None
-            if memory is not None and memory.copies_for_node and node in broken:
+            if memory is not None and memory.keeps_common and node in broken:
                 memory.drop(wanted.version)
         return not broken
 
@@ -187,15 +180,19 @@ class Loader(StateLoader):
         here = wanted if held is None else held.header
         state = records.get(group.rank) if here.rng_holes else _random_state(payload, group.rank)
         self._apply(group, Loaded(payload, state, wanted.world_size, wanted.partial, wanted.generation))
-        if memory is not None and memory.copies_for_node:
+        if memory is not None and memory.keeps_common:
             self._keep(memory, wanted, records)
 
     def _gather_records(self, group: Group, wanted: Header) -> dict[int, bytes]:
         """Every rank's random state after that step, as far as any node has written it down."""
-        if not any(copy.rng_holes for offer in self._offers for copy in offer.copies):
+        if not any(copy.header.rng_holes for offer in self._offers for copy in offer.copies):
             return {}
         memory = self._memory
-        mine = memory.records(wanted) if memory is not None and memory.copies_for_node else {}
+        mine = (
+            memory.records(wanted.version, wanted.world_size)
+            if memory is not None and memory.keeps_common
+            else {}
+        )
         raw = b"".join(_RECORD.pack(rank, len(state)) + state for rank, state in mine.items())
         found: dict[int, bytes] = {}
         for part in group.gather(raw):
@@ -206,7 +203,7 @@ class Loader(StateLoader):
                 found[rank] = part[offset - length : offset]
         return found
 
-    def _keep(self, memory: NodeMemory, wanted: Header, records: dict[int, bytes]) -> None:
+    def _keep(self, memory: SlotMemory, wanted: Header, records: dict[int, bytes]) -> None:
         """Let this node's memory have the whole state too: the node that had it until now may be the next to go."""
         try:
             memory.abandon_newer(wanted.version)
@@ -215,6 +212,17 @@ class Loader(StateLoader):
             logger.warning(
                 "the loaded state is not in this node's memory: step=%d reason=%s", wanted.step, error
             )
+
+
+def load_mapped(stream: Bytes) -> Any:
+    """The payload in an open file; its tensors are the file's own memory, and must not outlive the load."""
+    try:
+        return torch.load(
+            f"/proc/self/fd/{stream.fileno()}", map_location="cpu", mmap=True, weights_only=True
+        )
+    except (OSError, RuntimeError):  # a file system that cannot map
+        stream.seek(0)
+        return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 def _identity(stream: BufferedReader | None) -> str:
@@ -256,7 +264,7 @@ def apply(
     of_each_rank: Rules,
     group: Group,
     directory: str,
-    memory: NodeMemory | None,
+    memory: SlotMemory | None,
     *,
     read_only: bool = False,
 ) -> None:
@@ -310,7 +318,7 @@ def _restore_own(loaded: Loaded, state: Mapping[str, Part], group: Group, folder
     entry = rank_state.find(folder, group.rank, group.world_size, loaded.generation, loaded.payload["step"])
     if entry is None:
         return False
-    rng.restore_snapshot(entry.random_state)
+    rng.restore(entry.random_state)
     buffers = rank_state.Buffers(modules_in(state))
     if entry.buffers and len(entry.buffers) == buffers.size:
         buffers.restore(torch.frombuffer(bytearray(entry.buffers), dtype=torch.uint8))

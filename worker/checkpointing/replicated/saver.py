@@ -5,11 +5,11 @@ A checkpoint that the disk refuses does not end training, until `max_failed_save
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,62 +17,60 @@ import torch
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import Group, because, current_group
 from ...state import rng
-from ...state.state_dicts import prove_loadable, with_numbers
+from ...state.archive_layout import LayoutCache
+from ...state.state_dicts import Part, is_plain, prove_loadable, with_numbers
 from ...steps import progress
 from ...storage.disk.async_save import DiskSaver, WholeSave
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
-from ...storage.memory.node_memory import NodeMemory
-from ...storage.memory.slots import NoRoom
+from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory
+from ...storage.memory.slots import CopyLost, NoRoom
 from ...wire.messages import SaveResult
-from ..saving.save_outcomes import SaveOutcomes, unless_refused
+from ..saving.base_saver import BaseSaver, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import Contents, Gathered
 
 logger = logging.getLogger(__name__)
 
 
-class Saver(SaveOutcomes):
+class Saver(BaseSaver):
     """See `Checkpointer` for what its methods promise."""
 
     def __init__(
         self,
         files: CheckpointFiles,
         contents: Contents,
-        copies: Copies,
+        memory: SlotMemory | None,
         disk: DiskSaver,
         max_failed_saves: int,
     ) -> None:
-        super().__init__(files, copies, disk, max_failed_saves)
-        self._files = files
+        copies = Copies(memory)
+        super().__init__(files, contents.parts, copies, disk, max_failed_saves)
         self._contents = contents
         self._copies: Copies = copies
-        self._disk: DiskSaver = disk
         self._any_has_memory: bool | None = None
         """Some rank's node has memory for copies; None: the ranks have not asked each other yet."""
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, in_memory: bool = True) -> bool:
+        """`in_memory`: the disk writer takes it from there, if this node has room for it."""
         group = current_group()
         gathered = self._contents.gather(step, group)
         if self.has_saved(step):
             return True
         try:
-            if not unless_refused(lambda: self._save(step, gathered, group)):
+            if not unless_refused(lambda: self._save(step, gathered, group, in_memory=in_memory)):
                 return False
         except Superseded:
             return False
         self.saved(step)
         return True
 
-    def save_and_wait(self, step: int) -> bool:
-        return self.save(step) and self.wait()
-
     def remember(self, step: int, *, alone: bool = False) -> bool:
         """`alone`: some rank will not call it for this step, and the copy counts without that rank's random state."""
         if self._contents.of_each_rank:
             assert not alone, "one rank does not have what the others have for themselves"
             return self._remember_together(step)
-        memory = self._copies.memory
+        memory = self._memory
         if memory is None:
             if self._contents.is_compared:  # the node of rank 0 waits for this rank
                 self._contents.same_on_all_ranks(step, wait=False)
@@ -82,16 +80,15 @@ class Saver(SaveOutcomes):
         random_state = rng.capture()
         if not self._copies.note(step, random_state):
             return False
-        plan = self._copies.plan(Occasion.LAST_STEP_ALONE if alone else Occasion.REMEMBER, memory.place.rank)
-        if plan.copies:
+        if self._copies.for_node:
             payload = {"step": step, "state": self._contents.states()}
-            return self._copies.make(payload, plan, like=random_state)
+            return self._copies.make(payload, like=random_state, partial=alone)
         self._copies.log_copied(step)
         return True
 
     def _remember_together(self, step: int) -> bool:
         """All ranks at once: only together they have what each has for itself."""
-        group, memory = current_group(), self._copies.memory
+        group, memory = current_group(), self._memory
         if self._any_has_memory is None:
             self._any_has_memory = any(group.gather(b"memory" if memory is not None else b""))
         if not self._any_has_memory:
@@ -99,15 +96,14 @@ class Saver(SaveOutcomes):
         gathered = self._contents.gather(step, group)
         if memory is None:
             return False
-        plan = self._copies.plan(Occasion.REMEMBER, memory.place.rank)
-        if plan.copies:
-            return self._copies.make(self._contents.payload(step, gathered), plan)
+        if self._copies.for_node:
+            return self._copies.make(self._contents.payload(step, gathered))
         self._copies.log_copied(step)
         return True
 
     def write_loaded(self, header: Header) -> None:
         """Rank 0: what is only in memory is durable soon, also if the generation that saved it ended in the middle."""
-        memory = self._copies.memory
+        memory = self._memory
         if memory is None or not self._disk.has_writer:
             return
         try:
@@ -119,13 +115,13 @@ class Saver(SaveOutcomes):
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
 
-    def _save(self, step: int, gathered: Gathered, group: Group) -> None:
+    def _save(self, step: int, gathered: Gathered, group: Group, *, in_memory: bool) -> None:
         """This rank's part of a save. Rank 0 reports its end to the agent; of a background write the writer does."""
         started_s, self._copies.blocked_s = time.monotonic(), 0.0
         result: SaveResult = "error"
         size: int | None = 0
         try:
-            size = self._copy_and_commit(step, gathered, group)
+            size = self._copy_and_commit(step, gathered, group, in_memory=in_memory)
             result = "ok"
         except StepNotGrowing:
             size = None  # the script's error: no disk has refused anything
@@ -142,12 +138,12 @@ class Saver(SaveOutcomes):
                     directory=self._files.directory,
                 )
 
-    def _copy_and_commit(self, step: int, gathered: Gathered, group: Group) -> int | None:
+    def _copy_and_commit(self, step: int, gathered: Gathered, group: Group, *, in_memory: bool) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""
-        plan = self._copies.plan(Occasion.SAVE, group.rank)
-        if plan.does_nothing:
+        copies, writes = in_memory and self._copies.for_node, group.rank == 0
+        if not (copies or writes):
             return None
-        if group.rank == 0:
+        if writes:
             self._files.claim.uphold(self.check_grows(step))
             try:
                 # The next may take its place on the disk and in memory only when this one's end is known.
@@ -155,11 +151,25 @@ class Saver(SaveOutcomes):
             except (NotSaved, Unconfirmed):
                 pass  # the log has it; this one may fare better
         payload = self._contents.payload(step, gathered)
-        if plan.disk is ToDisk.BEHIND:
-            self._disk.promise(WholeSave(step))
-        copied = plan.copies and self._copies.make(payload, plan)
-        way = plan.way_to_disk(copied=copied)
-        return self._commit(payload) if way is ToDisk.NOW else None
+        copied = copies and self._copies.make(payload)
+        if not writes:
+            return None
+        if copied and self._disk.has_writer:
+            self._write_behind(step)
+            return None
+        return self._commit(payload)
+
+    def _write_behind(self, step: int) -> None:
+        """Rank 0: let the disk writer have the newest copy while training goes on."""
+        memory, save = self._memory, WholeSave(step)
+        assert memory is not None
+        self._disk.promise(save)
+        try:
+            self._copies.hand_on(lambda: memory.lend((memory.place.generation, step)), self._disk.begin)
+        except CopyLost:
+            pass  # `settle` says so
+        except (OSError, ValueError) as error:
+            self._disk.refuse(step, error, save)
 
     def _commit(self, payload: dict[str, Any]) -> int:
         """Rank 0: make the checkpoint exist on disk while all wait."""
@@ -183,69 +193,115 @@ class Saver(SaveOutcomes):
         self.count(refusal)
         return size
 
-
-# ---------------------------------------------------------------- which way a state takes
-#
-# Which way a state takes when a Checkpointer keeps it: to memory, to disk, or to both. Pure; no torch here.
-
-
-class Occasion(enum.Enum):
-    SAVE = enum.auto()
-    """The script saves, on all ranks together."""
-    REMEMBER = enum.auto()
-    """The script, or `memory_every`, asks for a copy in memory."""
-    LAST_STEP = enum.auto()
-    """A planned change ends all ranks after this step."""
-    LAST_STEP_ALONE = enum.auto()
-    """A planned change ends this rank, and some others may never come here."""
-    FAILURE = enum.auto()
-    """A rank has failed, and this one saves the last finished step just in time."""
-
-
-class ToDisk(enum.Enum):
-    NEVER = enum.auto()
-    NOW = enum.auto()
-    """By this process, while all ranks wait."""
-    BEHIND = enum.auto()
-    """By the disk writer, from the copy in memory, while training goes on."""
-    AFTERWARDS = enum.auto()
-    """By the disk writer, from the copy in memory, once all Checkpointers have kept this step."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """What one rank does with its state."""
-
-    copies: bool
-    """It copies the state to the memory of its node."""
-    disk: ToDisk
-    without_copy: ToDisk
-    """In place of `disk` where there is no room for the copy."""
-    partial: bool
-    """The copy counts without the random states of ranks that do not take part."""
+    # ---------------------------------------------------------------- planned changes
 
     @property
-    def does_nothing(self) -> bool:
-        return not self.copies and self.disk is ToDisk.NEVER
+    def saves_alone(self) -> bool:
+        contents = self._contents
+        return self._memory is not None and not contents.of_rank_0 and not contents.of_each_rank
 
-    def way_to_disk(self, *, copied: bool) -> ToDisk:
-        return self.disk if copied else self.without_copy
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
 
+        No rank waits for the disk: `order_write` orders the write, and a generation that goes on from the copy orders
+        that again. Only where some node has no room for a copy must the checkpoint be durable first.
+        """
+        if self.is_beyond(step):
+            return True
+        group = current_group()
+        gathered = self._contents.gather(step, group)
+        self._contents.share_buffers(group)
+        copied = self._memory is not None
+        if self._copies.for_node:
+            copied = self._copies.make(self._contents.payload(step, gathered))
+            copied = self._copies.settled() and copied
+        floor = self.floor
+        if all(group.gather(b"copied" if copied else b"")):
+            self._disk.is_leaving = True
+        elif (floor is None or step > floor) and not (self.save(step, in_memory=copied) and self.wait()):
+            if group.rank == 0:
+                logger.error(
+                    "step %d is NOT on disk in %s: its save was refused", step, self._files.directory
+                )
+            return False
+        return True
 
-def plan_save(
-    occasion: Occasion, *, rank: int, has_memory: bool, copies_for_node: bool, has_writer: bool
-) -> SavePlan:
-    """`has_memory`: this node keeps copies; `copies_for_node`: this rank makes them for its node; `has_writer`: the
-    agent has a process that writes a copy to disk."""
-    copies = has_memory and (copies_for_node or occasion is Occasion.FAILURE)
-    partial = occasion in (Occasion.LAST_STEP_ALONE, Occasion.FAILURE)
-    if rank != 0 or occasion not in (Occasion.SAVE, Occasion.LAST_STEP):
-        return SavePlan(copies, ToDisk.NEVER, ToDisk.NEVER, partial)
-    if not copies:
-        return SavePlan(copies, ToDisk.NOW, ToDisk.NOW, partial)
-    if occasion is Occasion.SAVE:
-        return SavePlan(copies, ToDisk.BEHIND if has_writer else ToDisk.NOW, ToDisk.NOW, partial)
-    return SavePlan(copies, ToDisk.AFTERWARDS if has_writer else ToDisk.NEVER, ToDisk.NOW, partial)
+    def order_write(self, step: int) -> None:
+        """Every rank, after `save_last_step`: rank 0 orders the write of a copy that was made on every node."""
+        memory = self._memory
+        if memory is None or memory.place.rank or not (self._disk.is_leaving and self._disk.has_writer):
+            return
+        try:
+            self._disk.leave_to_writer(WholeSave(step), *memory.lend((memory.place.generation, step)))
+        except (OSError, ValueError) as error:
+            logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
+
+    def save_last_step_alone(self, step: int) -> bool:
+        """The same in this node's memory, when other ranks will not call it."""
+        if self.is_beyond(step):
+            return True
+        if self._lacks_rows(step):
+            return False
+        kept = self.remember(step, alone=True)
+        return self._copies.settled() and kept
+
+    def leave(self) -> None:
+        super().leave()
+        self._contents.comparison.cancel_publish()
+
+    def _lacks_rows(self, step: int) -> bool:
+        own = sorted(self._contents.of_each_rank)
+        if own:
+            logger.warning("step %d is not kept: %s are each rank's own", step, own)
+        return bool(own)
+
+    # ---------------------------------------------------------------- failures: see `just_in_time`
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Whose states `save_just_in_time` gets."""
+        return self._contents.shared
+
+    @property
+    def folder(self) -> str:
+        """In memory. Raises OSError where there is none."""
+        if self._memory is None:
+            raise OSError(f"no memory for {self._files.directory}")
+        return self._memory.folder
+
+    def prove(self, step: int) -> None:
+        """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
+        self._contents.same_on_all_ranks(step, wait=True)
+
+    def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
+        """Copy the states of all parts, of a failed generation, to memory, in a thread of the guard's."""
+        if self.is_beyond(step):
+            return True
+        memory = self._memory
+        if memory is None or not self._contents.comparison.proven:
+            logger.warning(
+                "step %d is not kept: not all ranks have shown that they have the same state", step
+            )
+            return False
+        if self._contents.of_rank_0 and memory.place.rank != 0:
+            logger.warning(
+                "step %d is not kept: rank %d does not have %s of rank 0",
+                step,
+                memory.place.rank,
+                sorted(self._contents.of_rank_0),
+            )
+            return False
+        if self._copies.settled() and memory.mark_partial(step):
+            return True
+        if self._lacks_rows(step):
+            return False
+        # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
+        beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        random_state = rng.capture()
+        with beside:
+            copied = self._copies.make({"step": step, "state": states}, like=random_state, partial=True)
+        return self._copies.settled() and copied
 
 
 # ---------------------------------------------------------------- copies
@@ -256,19 +312,15 @@ def plan_save(
 class Copies(SlotCopies):
     """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
 
-    def __init__(self, memory: NodeMemory | None, disk: DiskSaver) -> None:
+    def __init__(self, memory: SlotMemory | None) -> None:
         super().__init__(memory)
-        self.memory = memory
-        self._disk = disk
+        self._layouts = LayoutCache()
+        self._was_proven = False
 
-    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
-        return plan_save(
-            occasion,
-            rank=rank,
-            has_memory=self.memory is not None,
-            copies_for_node=self.memory is not None and self.memory.copies_for_node,
-            has_writer=self._disk.has_writer,
-        )
+    @property
+    def for_node(self) -> bool:
+        """Whether this rank makes them for its node."""
+        return self.memory is not None and self.memory.keeps_common
 
     def note(self, step: int, random_state: bytes) -> bool:
         """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
@@ -280,20 +332,52 @@ class Copies(SlotCopies):
             return False
         return True
 
-    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
+    def make(
+        self,
+        payload: dict[str, Any],
+        *,
+        like: bytes = b"",
+        partial: bool = False,
+    ) -> bool:
         """Copy a state to memory; False when that cannot be, see `copy`.
 
-        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
+        `like`: leave room for a random state such as this one for each rank, where the state has none. `partial`: see
+        `Header`. Raises what `prove_loadable` raises, and the states' own pickling.
         """
+        return self.copy(lambda: self._begin(payload, _room_for(like), partial), payload["step"])
+
+    def _begin(self, payload: dict[str, Any], room: int, partial: bool) -> CopyUnderWay:
         memory = self.memory
         assert memory is not None
-        return self.copy(
-            lambda: memory.begin_copy(payload, room_for_random_state=_room_for(like), partial=plan.partial),
-            payload["step"],
-            self._disk.begin if plan.disk is ToDisk.BEHIND else None,
+        place, step = memory.place, payload["step"]
+        rows = torch.zeros(place.world_size, room, dtype=torch.uint8)
+        if room:
+            payload = {**payload, "rng": rows}
+        was_plain = is_plain(payload)
+        if not was_plain:
+            payload = with_numbers(payload)
+        layout = self._layouts.lay_out(payload)
+        begin = layout.offset_of(rows) if rows.numel() else 0
+        holes = tuple((begin + rank * room, room) for rank in range(place.world_size)) if room else ()
+        header = Header(
+            step,
+            place.generation,
+            memory.resumed_from,
+            place.world_size,
+            layout.size,
+            holes,
+            partial,
+            run=place.run,
         )
+
+        def prove(path: str) -> None:
+            if not (self._was_proven and was_plain):
+                prove_loadable(path, step, payload["state"])
+                self._was_proven = True
+
+        return memory.begin_copy(layout, header, check=prove)
 
 
 def _room_for(random_state: bytes) -> int:
-    """Another rank's may be longer. What stays empty is below what torch allows behind the end of an archive."""
-    return min(len(random_state) + len(random_state) // 4, 60_000) // 8 * 8
+    """Another rank's may be longer: it may have more devices, or be the only one that uses numpy."""
+    return (len(random_state) * 5 // 4 + 4096) // 8 * 8 if random_state else 0

@@ -29,24 +29,24 @@ class SlotCopies:
     def __init__(self, memory: SlotMemory | None) -> None:
         self.blocked_s = 0.0
         """For which training stood still in the newest copy."""
-        self._slot_memory = memory
+        self.memory = memory
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         """Completes the newest copy."""
         self._filling = ""
         """The slot that it completes."""
         self._afterwards: ToDiskBehind | None = None
-        """Gets that copy when it is complete."""
+        """Gets that copy when it is complete, unless it is lost."""
         self._handing_on = threading.Lock()
         self._lost = ""
         """Why the newest copy that the thread was to complete is not there."""
         self._refused = ""
         """Why there is no copy, as the name of the error; empty: there is one."""
 
-    def copy(self, begin: Callable[[], CopyUnderWay], step: int, to_disk: ToDiskBehind | None = None) -> bool:
+    def copy(self, begin: Callable[[], CopyUnderWay], step: int) -> bool:
         """Make the copy that `begin` begins; False when that cannot be, which is logged when it begins and ends.
 
-        `to_disk` gets the copy when it is complete. Raises what `begin` does of a state.
+        Raises what `begin` does of a state.
         """
         started_s = time.monotonic()
         size = 0
@@ -55,7 +55,7 @@ class SlotCopies:
                 self._join()
                 self._lost = ""
                 copy = begin()
-                self._complete(copy, to_disk)
+                self._complete(copy)
                 size = copy.header.size
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
             self.log_no_copy(refusal)
@@ -75,11 +75,16 @@ class SlotCopies:
         return self._filling or None
 
     def hand_on(self, lend: Callable[[], tuple[Slots, HeldSlot]], to_disk: ToDiskBehind) -> None:
-        """Let the disk have the newest copy: now, or when it is complete. `lend` gives one that is, and may raise."""
+        """Let the disk have the newest copy: now, or when it is complete. `lend` gives one that is, and may raise.
+
+        Raises CopyLost when it is lost by now.
+        """
         with self._handing_on:
             if self._filling:
                 self._afterwards = to_disk
                 return
+        if self._lost:
+            raise CopyLost(self._lost)
         to_disk(*lend())
 
     def settle(self) -> None:
@@ -97,11 +102,11 @@ class SlotCopies:
             return False
         return True
 
-    def _complete(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
+    def _complete(self, copy: CopyUnderWay) -> None:
         """Now, or in a thread while a GPU copies. Raises NoRoom."""
-        assert self._slot_memory is not None
+        assert self.memory is not None
         if copy.events:
-            self._filling, self._afterwards = copy.opened.name, to_disk
+            self._filling = copy.opened.name
             thread = threading.Thread(target=self._complete_later, args=(copy,), name="memory-copy")
             try:
                 thread.start()
@@ -110,50 +115,34 @@ class SlotCopies:
             else:
                 self._thread = thread
             return
-        with self._slot_memory.costing_a_copy_only():
+        with self.memory.costing_a_copy_only():
             try:
-                self._slot_memory.seal(copy)
+                self.memory.seal(copy)
             except BaseException:
                 copy.opened.close()
                 raise
-            self._pass_on(copy, to_disk)
 
     def _complete_later(self, copy: CopyUnderWay) -> None:
         """In a thread of its own: `settle` raises whatever goes wrong."""
-        assert self._slot_memory is not None
-        whole = False
+        assert self.memory is not None
         try:
             for event in copy.events:
                 event.synchronize()
-            whole = True
-            self._slot_memory.seal(copy)
+            self.memory.seal(copy)
         except Exception as error:
+            copy.opened.close()
             self._lose(copy.header, error)
-            to_disk = self._completed()
-            if whole and to_disk is not None:
-                to_disk(*self._slot_memory.lend_unsealed(copy))
-            else:
-                copy.opened.close()
-            return
-        try:
-            self._pass_on(copy, self._completed())
-        except Exception as error:
-            self._lose(copy.header, error)
-
-    def _completed(self) -> ToDiskBehind | None:
-        """No GPU copies any more; who is to have the copy."""
         with self._handing_on:
             to_disk, self._afterwards, self._filling = self._afterwards, None, ""
-        return to_disk
-
-    def _pass_on(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
-        assert self._slot_memory is not None
-        if to_disk is not None:
-            to_disk(*self._slot_memory.lend_sealed(copy))
+        if to_disk is not None and not self._lost:
+            try:
+                to_disk(*self.memory.lend(copy.header.version))
+            except Exception as error:
+                self._lose(copy.header, error)
 
     def _lose(self, header: Header, error: Exception) -> None:
-        assert self._slot_memory is not None
-        reason = self._slot_memory.reason(error)
+        assert self.memory is not None
+        reason = self.memory.reason(error)
         self._lost = f"step {header.step} is not in memory: {reason}"
         logger.warning(
             "a copy to memory did not end, the older one is kept: step=%d reason=%s", header.step, reason

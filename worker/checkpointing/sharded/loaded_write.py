@@ -18,7 +18,7 @@ from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.commit import new_token
 from ...storage.disk.sharded_save import ShardedSave
-from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_memory import SlotMemory
 from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv
 from .contents import ShardContents
@@ -56,7 +56,7 @@ class LoadedWrite:
         self,
         files: CheckpointFiles,
         contents: ShardContents,
-        memory: ShardMemory | None,
+        memory: SlotMemory | None,
         disk: DiskSaver,
         saves: ShardedSaves,
         directory: DirectoryCheck,

@@ -22,19 +22,19 @@ from ...state.sharding.table import RANDOM_STATE
 from ...state.state_dicts import refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
-from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_memory import SlotMemory
 from ...wire.environment import WorkerEnv
+from ..loading.offered_copies import offers_of_standbys
 from ..loading.selection import (
     CopyName,
-    ShardOffer,
-    ShardSource,
-    choose_shards,
+    Offer,
+    Source,
+    choose_source,
     unusable,
     without,
 )
 from ..loading.state_loader import LoadedState, Reasons, StateLoader, choose_together, warn_of
 from .contents import ShardContents
-from .offered_copies import offers_of_standbys, shard_copies_in
 from .open_copies import CopiesInMemory, CopiesOnDisk, CopiesUnusable
 
 logger = logging.getLogger(__name__)
@@ -49,18 +49,19 @@ class Unread:
 
 
 class ShardLoading(StateLoader):
+    _is_sharded = True
+
     def __init__(
         self,
         files: CheckpointFiles,
         contents: ShardContents,
-        memory: ShardMemory | None,
+        memory: SlotMemory | None,
         env: WorkerEnv,
         *,
         read_only: bool,
     ) -> None:
-        super().__init__(files, env, read_only=read_only)
+        super().__init__(files, memory, env, read_only=read_only)
         self._contents = contents
-        self._memory = memory
         self._left_out: set[CopyName] = set()
         """Copies that some rank could not read; the same on all ranks."""
 
@@ -84,11 +85,11 @@ class ShardLoading(StateLoader):
 
     # ---------------------------------------------------------------- choosing
 
-    def _choose(self, group: Group) -> ShardSource | None:
+    def _choose(self, group: Group) -> Source | None:
         """Raises NoUsableCheckpoint."""
         standbys = offers_of_standbys(self._env, self._files.directory, group)
 
-        def exchange(manifest: Manifest | None, reasons: Reasons) -> list[ShardOffer]:
+        def exchange(manifest: Manifest | None, reasons: Reasons) -> list[Offer]:
             of_ranks = group.exchange(self._offer(manifest, reasons))
             return [without(offer, self._left_out) for offer in (*of_ranks, *standbys)]
 
@@ -100,7 +101,7 @@ class ShardLoading(StateLoader):
             return found.manifest, reasons
 
         source, offers = choose_together(
-            self._claimed(), exchange, lambda offers: choose_shards(offers, self._bad_state), look
+            self._claimed(), exchange, lambda offers: choose_source(offers, self._bad_state), look
         )
         if group.rank == 0:
             for one in unusable(offers, source, self._bad_state):
@@ -109,18 +110,9 @@ class ShardLoading(StateLoader):
                 self._warn_if_set_back(source.what)
         return source
 
-    def _offer(self, manifest: Manifest | None, reasons: Reasons) -> ShardOffer:
-        env = self._env
-        has_some = env.memory and self._speaks_for_node
-        copies = shard_copies_in(env.memory, self._files.directory) if has_some else ()
-        foreign = self._is_foreign(manifest)
-        return ShardOffer(
-            manifest, reasons, copies, env.node, env.memory_address, self._files.run.id, foreign
-        )
-
     # ---------------------------------------------------------------- taking
 
-    def _take(self, group: Group, source: ShardSource) -> bool:
+    def _take(self, group: Group, source: Source) -> bool:
         """Bring the chosen state here and apply it. False, on all ranks: it cannot be read, choose another."""
         step = source.what.step
         together(group, self._contents.parts.begin_load, f"step {step} cannot be loaded")
@@ -137,7 +129,7 @@ class ShardLoading(StateLoader):
                 self._memory.abandon_newer(source.version)
         return True
 
-    def _leave_out(self, group: Group, source: ShardSource, error: CheckpointError | None) -> bool:
+    def _leave_out(self, group: Group, source: Source, error: CheckpointError | None) -> bool:
         """Whether some rank could not read what it needs: then it is not chosen again."""
         bad = error if isinstance(error, BadCheckpoint) else None
         places = error.places if isinstance(error, CopiesUnusable) else ()
@@ -158,7 +150,7 @@ class ShardLoading(StateLoader):
         return bool(lost)
 
     def _read(
-        self, group: Group, source: ShardSource, stack: contextlib.ExitStack
+        self, group: Group, source: Source, stack: contextlib.ExitStack
     ) -> tuple[Prepared | None, CheckpointError | None]:
         """All that this rank needs, or why not; nothing has changed yet."""
         step = source.what.step
@@ -173,12 +165,12 @@ class ShardLoading(StateLoader):
         except Exception as failure:
             return None, because(CheckpointError, f"step {step} cannot be loaded: {failure!r}", failure)
 
-    def _prepared(self, copies: Mapping[int, OpenCopy], group: Group, source: ShardSource) -> Prepared:
+    def _prepared(self, copies: Mapping[int, OpenCopy], group: Group, source: Source) -> Prepared:
         return self._contents.parts.prepare(
             copies, group.rank, group.world_size, source.world_size, some=self._read_only
         )
 
-    def _opener(self, source: ShardSource, stack: contextlib.ExitStack) -> CopiesOnDisk | CopiesInMemory:
+    def _opener(self, source: Source, stack: contextlib.ExitStack) -> CopiesOnDisk | CopiesInMemory:
         if isinstance(source.what, Manifest):
             if not source.what.is_sharded:
                 raise CheckpointMismatch(
@@ -188,7 +180,7 @@ class ShardLoading(StateLoader):
             return CopiesOnDisk(self._files, source.what, stack)
         return CopiesInMemory(self._env, self._memory, source, stack)
 
-    def _restore_random_state(self, group: Group, source: ShardSource, prepared: Prepared) -> None:
+    def _restore_random_state(self, group: Group, source: Source, prepared: Prepared) -> None:
         state = prepared.own.get(RANDOM_STATE)
         if source.world_size != group.world_size:
             logger.warning(
@@ -199,7 +191,9 @@ class ShardLoading(StateLoader):
             )
         elif isinstance(state, torch.Tensor):
             rng.restore(state.numpy().tobytes())
-        elif self._memory is not None and (noted := self._memory.noted(source.version)):
+        elif self._memory is not None and (
+            noted := self._memory.records(source.version, source.world_size).get(group.rank)
+        ):
             rng.restore(noted)
         else:
             logger.warning(

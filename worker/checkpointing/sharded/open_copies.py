@@ -18,12 +18,12 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
 from ...storage.disk.shard_files import DiskCopy
 from ...storage.memory.copy_header import Header
-from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_memory import SlotMemory
 from ...storage.memory.slots import PIECE_BYTES, NoRoom, Slots, SlotsBusy, sums_of, sums_of_bytes
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
-from ..loading.selection import CopyPlace, ShardSource
+from ..loading.selection import CopyPlace, Source
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class MemoryReader:
     """The copies of one version in the memory of this node and of others. What it opens is closed with `stack`."""
 
     def __init__(
-        self, memory: str, node: str, memory_of_rank: ShardMemory | None, stack: contextlib.ExitStack
+        self, memory: str, node: str, memory_of_rank: SlotMemory | None, stack: contextlib.ExitStack
     ) -> None:
         """`memory` is the agent's folder; `memory_of_rank` has this rank's own slots, into which it fetches."""
         self._memory = memory
@@ -189,7 +189,7 @@ class CopiesInMemory:
     """Of one version."""
 
     def __init__(
-        self, env: WorkerEnv, memory: ShardMemory | None, source: ShardSource, stack: contextlib.ExitStack
+        self, env: WorkerEnv, memory: SlotMemory | None, source: Source, stack: contextlib.ExitStack
     ) -> None:
         self._reader = MemoryReader(env.memory, env.node, memory, stack)
         self._source = source

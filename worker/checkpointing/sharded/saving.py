@@ -21,7 +21,7 @@ from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.commit import new_token
 from ...storage.disk.sharded_save import ShardedSave
-from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_memory import SlotMemory, header_of_shards
 from ...storage.memory.slots import NoRoom
 from ...storage.replication.copy_rule import (
     CopyVerdict,
@@ -34,7 +34,7 @@ from ...storage.replication.copy_rule import (
 )
 from ...wire.environment import WorkerEnv
 from ...wire.messages import SaveResult
-from ..saving.save_outcomes import SaveOutcomes, unless_refused
+from ..saving.base_saver import BaseSaver, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
 from .loaded_write import LoadedWrite
@@ -52,16 +52,15 @@ LAST_REPLICA_BYTES_PER_S = 200e6
 save it to disk. A node that stays keeps its copy in memory."""
 
 
-class ShardSaving(SaveOutcomes):
+class ShardSaving(BaseSaver):
     """See `Checkpointer` for what its methods promise. All of them are collectives."""
 
     def __init__(
         self,
         files: CheckpointFiles,
         contents: ShardContents,
-        memory: ShardMemory | None,
+        memory: SlotMemory | None,
         replicas: ShardReplicas | None,
-        copies: SlotCopies,
         disk: DiskSaver,
         env: WorkerEnv,
         max_failed_saves: int,
@@ -70,13 +69,9 @@ class ShardSaving(SaveOutcomes):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`keeps_common`: this rank's copies also have what is the same on all ranks."""
-        super().__init__(files, copies, disk, max_failed_saves)
-        self._files = files
+        super().__init__(files, contents.given, SlotCopies(memory), disk, max_failed_saves)
         self._contents = contents
-        self._memory = memory
         self._replicas = replicas
-        self._copies = copies
-        self._disk: DiskSaver = disk
         self._env = env
         self._keeps_common = keeps_common
         self._clock = clock
@@ -110,26 +105,23 @@ class ShardSaving(SaveOutcomes):
 
     # ---------------------------------------------------------------- in memory
 
+    @property
+    def waits(self) -> bool:
+        """The newest copy was not made, and that of a later step may be: on all ranks the same."""
+        return self._waits_since is not None
+
     def remember(self, step: int) -> bool:
-        return self._remember(step)[1]
-
-    def may_remember_later(self, step: int) -> bool:
-        """As `remember`. Whether a copy of a later step may be made where that of this one was not: on all ranks the
-        same."""
-        return self._remember(step)[0] is Decision.WAIT
-
-    def _remember(self, step: int) -> tuple[Decision | None, bool]:
-        """What all ranks have decided, and whether this one has a copy of the step."""
         group = current_group()
         layout, met = self._meet(step, group, compare=not self._compared)
         if not met.all_have_memory:
-            return None, False
+            self._waits_since = None
+            return False
         verdict = self._judge(step, met)
         self._note_wait(step, verdict, group)
         if verdict.copies or verdict.decision is Decision.HAVE:
             self._loaded.copied(step)
         copied = verdict.copies and self._copy(layout, step, met, verdict)
-        return verdict.decision, copied or verdict.decision is Decision.HAVE
+        return copied or verdict.decision is Decision.HAVE
 
     def _note_wait(self, step: int, verdict: CopyVerdict, group: Group) -> None:
         """Where replicas take longer than some steps, not every step can be remembered. A long wait is said, once."""
@@ -188,7 +180,7 @@ class ShardSaving(SaveOutcomes):
         """Before the first copy of a generation, write this rank's random state down.
 
         If this process is killed in that copy, the version is loaded where another rank has the same shards. Later
-        versions give way to the one before, see `choose_shards`.
+        versions give way to the one before, see `choose_source`.
         """
         is_first = self._protected is None or self._protected[0] != self._env.generation
         if self._memory is not None and is_first:
@@ -223,10 +215,17 @@ class ShardSaving(SaveOutcomes):
         rank = memory.place.rank
         if has(met.readiness[rank].slots, (self._env.generation, step)):
             return True
-        twins = met.twins_of(rank)
-        return self._copies.copy(
-            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step
+        protected = verdict.protected
+        header = header_of_shards(
+            layout,
+            memory.place,
+            step,
+            self._resumed_from,
+            common=memory.keeps_common,
+            twins=met.twins_of(rank),
+            protected=protected,
         )
+        return self._copies.copy(lambda: memory.begin_copy(layout, header, protected=protected), step)
 
     def _copy_surely(self, layout: ShardLayout, step: int, met: Met, group: Group) -> bool:
         """Whether all ranks have this step in memory, after a wait for replicas and readers that has an end."""
@@ -296,8 +295,8 @@ class ShardSaving(SaveOutcomes):
             return False
         return super().wait()
 
-    def end(self) -> None:
-        super().end()
+    def end_writes(self) -> None:
+        super().end_writes()
         self._loaded.end()
 
     def _prepare(self, step: int, group: Group) -> None:
@@ -385,6 +384,8 @@ class ShardSaving(SaveOutcomes):
         What a node has that stays needs no other copy for that: the next generation gives it one. A node that is asked
         to leave later hands over what it has.
         """
+        if self.is_beyond(step):
+            return True
         group = current_group()
         layout, met = self._meet(step, group, compare=True, saves=True)
         copied = self._copy_surely(layout, step, met, group)
@@ -417,6 +418,20 @@ class ShardSaving(SaveOutcomes):
         else:
             logger.error("step %d is NOT on disk in %s: %s", step, self._files.directory, reason)
         return copied
+
+    saves_alone = False
+    """What a rank that dies had of the state, no other rank has."""
+
+    def save_last_step_alone(self, step: int) -> bool:
+        if self.is_beyond(step):
+            return True
+        logger.warning("step %d is not kept: its shards are on all ranks, and some do not come here", step)
+        return False
+
+    def go_back(self, step: int, version: Version) -> None:
+        super().go_back(step, version)
+        if self._replicas is not None and not self.is_beyond(step):
+            self._replicas.abandon_newer(version)
 
     def _outlives_node(self, step: int, size: int) -> bool:
         """See `ShardReplicas.outlives_node`; after a wait for the replicas it is False."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ...storage.memory.copy_header import Header
-from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_memory import SlotMemory
 from ...storage.replication.acks import read_acks
 from ...storage.replication.client import ORDER_S, order
 from ...storage.replication.copy_rule import Readiness, Replication, SlotState, Version
@@ -36,7 +36,7 @@ class ShardReplicas:
     """Of one Checkpointer's shards. The first worker of a node gives the orders of its node."""
 
     def __init__(
-        self, directory: str, env: WorkerEnv, memory: ShardMemory, clock: Callable[[], float] = time.monotonic
+        self, directory: str, env: WorkerEnv, memory: SlotMemory, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._directory = directory
         self._env = env

@@ -14,12 +14,9 @@ from ...state.state_dicts import Part
 from ...steps import progress
 from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.memory.shard_memory import ShardMemory, local_rank_of, shard_memory_of
-from ...storage.replication.copy_rule import Version
+from ...storage.memory.slot_memory import local_rank_of, memory_of
 from ...wire.environment import WorkerEnv, own_environment
 from ..loading.state_loader import LoadedState
-from ..saving.drain_saver import BaseDrainSaver
-from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
 from .loading import ShardLoading
 from .meeting import RankHome
@@ -29,7 +26,7 @@ from .shard_replicas import ShardReplicas
 logger = logging.getLogger(__name__)
 
 
-class ShardedState:
+class ShardedState(ShardSaving):
     """See `Checkpointer` for what its methods promise."""
 
     def __init__(
@@ -42,61 +39,50 @@ class ShardedState:
         max_failed_saves: int,
         read_only: bool,
     ) -> None:
-        self._env = WorkerEnv.of(os.environ)
-        self._files = files
-        self._was_accepted = False
-        self._is_one_run = bool(self._env.run)
-        """All ranks have the same run."""
-        self._read_only = read_only
-        self._memory = shard_memory_of(own_environment(), files.directory) if not read_only else None
-        self._replicas = (
-            ShardReplicas(files.directory, self._env, self._memory) if self._memory is not None else None
-        )
-        self._contents = ShardContents(parts, of_rank_0, rules)
-        self._saving = ShardSaving(
+        env = WorkerEnv.of(os.environ)
+        memory = None if read_only else memory_of(own_environment(), files.directory, is_sharded=True)
+        contents = ShardContents(parts, of_rank_0, rules)
+        super().__init__(
             files,
-            self._contents,
-            self._memory,
-            self._replicas,
-            SlotCopies(self._memory),
-            DiskSaver(files, self._env),
-            self._env,
+            contents,
+            memory,
+            ShardReplicas(files.directory, env, memory) if memory is not None else None,
+            DiskSaver(files, env),
+            env,
             max_failed_saves,
             keeps_common=local_rank_of(os.environ) == 0,
         )
-        self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
+        self._read_only = read_only
+        self._was_accepted = False
+        self._is_one_run = bool(env.run)
+        """All ranks have the same run."""
+        self._loading = ShardLoading(files, contents, memory, env, read_only=read_only)
         self._end_first_copy: Callable[[], None] = lambda: None
-        self.drain_saver = ShardedDrainSaver(
-            files.directory, parts, self._memory, self._replicas, self._saving
-        )
 
     def load(self) -> int:
         self._join_run()
         if not self._read_only:
-            self._saving.require_one_name()
-        loaded = self._loading.load(self._saving.finish_last_write)
+            self.require_one_name()
+        loaded = self._loading.load(self.finish_last_write)
         if not self._read_only:
-            self._saving.began(loaded.step, loaded.version)
-            self.drain_saver.loaded(loaded.step)
+            self.began(loaded.step, loaded.version)
+            self.loaded(loaded.step)
             homes = self._begin_replicas(current_group(), loaded)
             if loaded.version is not None and any(home.loaded != home.digest for home in homes):
                 self._copy_at_next_step()
             if loaded.version is not None:
-                self._saving.write_loaded(loaded.version)
+                self.write_loaded(loaded.version)
         return loaded.step
 
     def save(self, step: int) -> bool:
         self._accept()
         self._join_run()
-        return self._saving.save(step)
-
-    def wait(self) -> bool:
-        return self._saving.wait()
+        return super().save(step)
 
     def remember(self, step: int) -> bool:
         self._accept()
         self._join_run()
-        return self._saving.remember(step)
+        return super().remember(step)
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
         raise CheckpointError(
@@ -124,8 +110,10 @@ class ShardedState:
 
         def copy(step: int) -> None:
             try:
-                if not self.drain_saver.is_over and self._saving.may_remember_later(step):
-                    return
+                if not self.is_over:
+                    self.remember(step)
+                    if self.waits:
+                        return
             except CheckpointError as refusal:
                 logger.warning(
                     "the state gets no second copy before it is saved: step=%d reason=%s", step, refusal
@@ -150,39 +138,3 @@ class ShardedState:
         if self._replicas is not None:
             self._replicas.began(homes, resumed)
         return homes
-
-
-class ShardedDrainSaver(BaseDrainSaver):
-    """A Checkpointer of a sharded state as it takes part in training. No guard keeps it."""
-
-    saves_alone = False
-    """What a rank that dies had of the state, no other rank has."""
-
-    def __init__(
-        self,
-        directory: str,
-        parts: Mapping[str, Part],
-        memory: ShardMemory | None,
-        replicas: ShardReplicas | None,
-        saving: ShardSaving,
-    ) -> None:
-        super().__init__(directory, parts, memory, saving)
-        self._replicas = replicas
-        self._saving = saving
-
-    def save_last_step(self, step: int, *, leaves: bool) -> bool:
-        return self.is_beyond(step) or self._saving.save_last_step(step, leaves=leaves)
-
-    def order_write(self, step: int) -> None:
-        self._saving.order_write(step)
-
-    def save_last_step_alone(self, step: int) -> bool:
-        if self.is_beyond(step):
-            return True
-        logger.warning("step %d is not kept: its shards are on all ranks, and some do not come here", step)
-        return False
-
-    def go_back(self, step: int, version: Version) -> None:
-        super().go_back(step, version)
-        if self._replicas is not None and not self.is_beyond(step):
-            self._replicas.abandon_newer(version)

@@ -18,8 +18,7 @@ from typing import ClassVar
 from ...errors import CheckpointError
 from ...state.sharding.layout import ShardLayout
 from ...wire.messages import CommitOrder, ShardOrder, Tier
-from ..memory.shard_memory import header_of_shards
-from ..memory.slot_memory import RankPlace
+from ..memory.slot_memory import RankPlace, header_of_shards
 from ..memory.slots import HeldSlot, Slots
 from .async_save import LEAST_S, SLOWEST_BYTES_PER_S, DiskSaver, Save, Task
 from .commit import commit

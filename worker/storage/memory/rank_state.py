@@ -43,7 +43,7 @@ _ENTRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """`random_state` is of `rng.snapshot`, `buffers` are theirs one after the other."""
+    """`random_state` is of `rng.capture`, `buffers` are theirs one after the other."""
 
     step: int
     generation: int
@@ -97,7 +97,7 @@ class RankStateFile:
     def _write(self, index: int, step: int, buffers: Buffers | None) -> None:
         begin = self._begin(index)
         _NAMED.pack_into(self._map, begin, 0)
-        random_state = rng.snapshot()[:RANDOM_BYTES]
+        random_state = rng.capture()[:RANDOM_BYTES]
         self._map[begin + _ENTRY.size : begin + _ENTRY.size + len(random_state)] = random_state
         if buffers is not None:
             buffers.copy_to(self._areas[index])

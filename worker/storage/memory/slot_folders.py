@@ -77,12 +77,6 @@ class SlotFolder(Row):
 Folder = Annotated[SlotFolder, SlotFolder.read]
 
 
-def folders_of(memory: str, directory: str) -> list[SlotFolder]:
-    """Those with shards of one checkpoint directory, replicas included, in the order of their names. Raises OSError."""
-    wanted = SlotFolder.of(directory).directory
-    return [one for one in all_folders_of(memory, wanted) if one.local_rank is not None]
-
-
 def all_folders_of(memory: str, digest: str) -> list[SlotFolder]:
     """Those of one checkpoint directory, by its digest, in the order of their names. Raises OSError."""
     found = [SlotFolder.parse(name) for name in sorted(os.listdir(memory))]

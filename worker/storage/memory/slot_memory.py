@@ -1,6 +1,12 @@
 """The two slots of one worker, or of one node: they are filled where there is room, mapped, sealed, and lent out.
 
-`NodeMemory` keeps in them a state that is the same on all ranks, `ShardMemory` one rank's part of a sharded state.
+Of a state that is the same on all ranks a node has one folder with two slots: its first rank copies for all of it, and
+a slot has the very bytes of the file that `torch.save` would write (see `archive_layout`). Of a sharded state each rank
+copies its own shards into slots of its own, the first one of a node also what all ranks have alike. No rank has the
+whole of that, so a slot is overwritten only where all have agreed on the version that they keep
+(`storage/replication/copy_rule`).
+
+While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come (`slot_copies`).
 """
 
 from __future__ import annotations
@@ -10,17 +16,21 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .available_memory import Memory, Need, least_free, limiting_levels
-from .copy_header import Header
+from ...state.archive_layout import Layout
+from ...state.sharding.layout import ShardLayout
+from ...wire.environment import WorkerEnv
+from ...wire.run import this_run
+from .available_memory import Memory, Need, least_free, limiting_levels, size_text
+from .copy_header import Header, NotedState, RankShards
 from .random_states import RandomState
 from .slot_folders import SlotFolder, all_folders_of
-from .slots import HeldSlot, NoRoom, OpenSlot, Slots
+from .slots import HeldSlot, NoRoom, OpenSlot, Slots, room_for, sums_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +107,18 @@ class CopyUnderWay:
 
 
 class SlotMemory:
-    """Base of what one Checkpointer has in the memory of this node, as one rank sees it."""
+    """What one Checkpointer has in the memory of this node, as one rank sees it."""
 
-    def __init__(self, slots: Slots, limit: int, place: RankPlace) -> None:
-        """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
+    def __init__(self, slots: Slots, limit: int, place: RankPlace, folders_with_shards: int = 0) -> None:
+        """`limit` is the most bytes that the agent's folder may take, with all that is in it. `folders_with_shards`:
+        how many there will be of a sharded state, replicas of other nodes' included."""
         self.resumed_from = 0
         """The step from which this generation went on: 0 until `load` has found out."""
         self.place = place
         self._slots = slots
         self._limit = limit
+        self._folders_with_shards = folders_with_shards
+        self._announced = 0
         self._mappings: dict[str, _Mapping] = {}
         _used.add(slots.folder)
         # Not earlier: what is still registered may use them.
@@ -123,7 +136,39 @@ class SlotMemory:
         """Of the slots; it outlives this process."""
         return self._slots.folder
 
+    @property
+    def keeps_common(self) -> bool:
+        """Whether this rank copies what is the same on all ranks, for all of its node."""
+        return self.place.local_rank == 0
+
     # ---------------------------------------------------------------- putting in
+
+    def begin_copy(
+        self,
+        layout: Layout | ShardLayout,
+        header: Header,
+        *,
+        protected: tuple[int, int] | None = None,
+        check: Callable[[str], None] = lambda _: None,
+    ) -> CopyUnderWay:
+        """Copy what is laid out into the slot that does not hold the version `protected`. `seal` follows.
+
+        `check` gets the path of the slot when all but what a GPU still copies is there; what it raises ends the copy.
+        Raises NoRoom, SlotsBusy.
+        """
+        if self._folders_with_shards:
+            self._check_shards(layout.size)
+        with self.costing_a_copy_only():
+            opened = self._begin(layout.size, protected=protected)
+            try:
+                mapping = self._mapped(opened)
+                opened.trim()
+                events = layout.copy_to(mapping.view, mapping.tensor)
+                check(opened.path)
+            except BaseException:
+                opened.close()
+                raise
+        return CopyUnderWay(opened, header, events)
 
     def note(self, step: int, random_state: bytes) -> None:
         """Write down the random state of this rank after `step`. Raises NoRoom."""
@@ -135,14 +180,6 @@ class SlotMemory:
     def seal(self, copy: CopyUnderWay) -> None:
         """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
         self._slots.seal(copy.opened, copy.header)
-
-    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
-        """For the disk: a copy of this process that is sealed. Raises as `hold`."""
-        return self._slots, self._slots.hold(copy.opened.name)
-
-    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
-        """No other process can find it, but this process has all its bytes, and the disk can have them."""
-        return self._slots, HeldSlot(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
 
     def open_slot(self, size: int) -> OpenSlot:
         """Their one worker: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
@@ -158,9 +195,22 @@ class SlotMemory:
                 raise
         return opened
 
+    def map(self, opened: OpenSlot) -> memoryview:
+        """The bytes of an open slot, to be filled."""
+        return self._mapped(opened).view[: opened.size]
+
     def keep(self, opened: OpenSlot, header: Header) -> None:
         """Their one worker: it has come. Raises OSError, and then the slot is still open."""
         self._slots.seal(opened, header)
+
+    def mark_partial(self, step: int) -> bool:
+        """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
+        return self._slots.mark_partial((self.place.generation, step))
+
+    def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
+        """Their one worker: complete the copy of that state, so that it needs no records any more."""
+        with self.hold(version) as held:
+            self._slots.fill(held, records)
 
     @contextlib.contextmanager
     def costing_a_copy_only(self) -> Iterator[None]:
@@ -191,6 +241,23 @@ class SlotMemory:
         for now in limiting_levels(self._slots.memory):
             self._check_available(need, now)
         return self._slots.begin(size, protected=protected)
+
+    def _check_shards(self, size: int) -> None:
+        """Say once, in advance, what all copies of this node will take. Raises NoRoom where that is never to be had."""
+        wanted = 2 * room_for(size) * self._folders_with_shards
+        if wanted > self._limit:
+            raise NoRoom(
+                f"two copies of each worker's shards, and as many of other nodes' as replicas, take {wanted} bytes on "
+                f"this node, and {self._limit} are allowed: raise --memory-checkpoints to that, and the size of "
+                "/dev/shm if need be, or take --memory-replicas 0"
+            )
+        if self.keeps_common and wanted > self._announced:
+            self._announced = wanted + wanted // 8
+            logger.info(
+                "copies of shards will take at most %s of %s on this node, replicas of others included",
+                size_text(wanted),
+                size_text(self._limit),
+            )
 
     def _check_limit(self, both: int) -> None:
         """The limit is for all Checkpointers of this agent together."""
@@ -233,9 +300,61 @@ class SlotMemory:
 
     # ---------------------------------------------------------------- taking out
 
+    def headers(self) -> dict[str, Header]:
+        """By slot, what the two slots hold."""
+        return self._slots.headers()
+
     def versions(self) -> frozenset[tuple[int, int]]:
         """Of all copies here."""
-        return frozenset(header.version for header in self._slots.headers().values())
+        return frozenset(header.version for header in self.headers().values())
+
+    def is_whole(self, version: tuple[int, int]) -> bool:
+        """Whether a copy of that state is here which needs no records."""
+        return any(one.version == version and not one.rng_holes for one in self.headers().values())
+
+    def digest_of(self, version: tuple[int, int]) -> str:
+        """Of the shards in this worker's own copy of that version; empty: it has none."""
+        headers = self.headers().values()
+        found = (one.shards.digest for one in headers if one.version == version and one.shards is not None)
+        return next(found, "")
+
+    def is_free(self, name: str) -> bool:
+        """Whether no process reads that slot now."""
+        return self._slots.is_free(name)
+
+    def noted(self) -> tuple[NotedState, ...]:
+        """Random states of this node's ranks, also after a state of which the copy here is gone."""
+        found = self._slots.random_states.all()
+        return tuple(NotedState(one.version, one.world_size, rank) for rank, one in found)
+
+    def records(self, version: tuple[int, int], world_size: int) -> dict[int, bytes]:
+        """By rank, the random states that were written down here for that state of that world."""
+        return self._slots.random_states.of(version, world_size)
+
+    def hold(self, version: tuple[int, int]) -> HeldSlot:
+        """Keep the copy of that version, and open it. Raises OSError, ValueError when it is not here."""
+        # A step may have been remembered and then saved: the copy without holes has all that the other has.
+        found = sorted(self.headers().items(), key=lambda one: (len(one[1].rng_holes), not one[1].sums))
+        for name, header in found:
+            if header.version == version:
+                return self._slots.hold(name)
+        raise ValueError(f"step {version[1]} of generation {version[0]} is not in {self.folder} any more")
+
+    def hold_verified(self, version: tuple[int, int]) -> HeldSlot:
+        """The same; the first rank of a node verifies it for all. Raises ValueError also when it is damaged."""
+        held = self.hold(version)
+        if (
+            self.keeps_common
+            and held.header.sums
+            and sums_of(held.stream, held.header.size) != held.header.sums
+        ):
+            held.stream.close()
+            raise ValueError(f"{held.name}.pt in {self.folder} does not match its checksums")
+        return held
+
+    def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
+        """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
+        return self._slots, self.hold(version)
 
     def drop(self, version: tuple[int, int]) -> None:
         """That copy cannot be read or does not count: no rank is offered it again."""
@@ -260,6 +379,50 @@ class SlotMemory:
     def abandon_newer(self, version: tuple[int, int]) -> None:
         """Their one worker: training goes on from this state; a newer copy must not be taken for what comes of it."""
         self._slots.drop(lambda had: had > version)
+
+
+def header_of_shards(
+    layout: ShardLayout,
+    place: RankPlace,
+    step: int,
+    resumed_from: int,
+    *,
+    common: bool,
+    twins: tuple[int, ...] = (),
+    protected: tuple[int, int] | None = None,
+) -> Header:
+    """Of the copy that has what `layout` says."""
+    shards = RankShards(place.rank, layout.table_place, layout.digest, common, twins, protected)
+    return Header(
+        step, place.generation, resumed_from, place.world_size, layout.size, run=place.run, shards=shards
+    )
+
+
+def local_rank_of(environ: Mapping[str, str]) -> int:
+    """This worker's place on its node. LOCAL_RANK is 0 for all workers that see their own devices alone.
+
+    Raises ValueError.
+    """
+    given = WorkerEnv.of(environ).local_rank
+    return given if given >= 0 else int(environ.get("LOCAL_RANK", "0"))
+
+
+def memory_of(environ: Mapping[str, str], directory: str, *, is_sharded: bool) -> SlotMemory | None:
+    """None where there is no agent, or one that grants no memory."""
+    try:
+        env = WorkerEnv.of(environ)
+        if not env.memory:
+            return None
+        local_rank = local_rank_of(environ)
+        rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        place = RankPlace(env.node, env.generation, rank, local_rank, world_size, this_run(environ).id)
+        folder = SlotFolder.of(os.fspath(directory), local_rank if is_sharded else None)
+        # Other nodes keep as many replicas of this one's as this one keeps of theirs.
+        folders = int(environ["LOCAL_WORLD_SIZE"]) * (1 + env.memory_replicas) if is_sharded else 0
+        return SlotMemory(Slots(env.memory, folder), env.memory_bytes, place, folders)
+    except (KeyError, ValueError, OSError) as error:
+        logger.warning("no copies in memory, checkpoints go to disk only: reason=%r", error)
+        return None
 
 
 def _cudart() -> Any:
