@@ -324,7 +324,7 @@ class _Draft:
         if run is None:
             run = Attempt(job.job, 1, self._now, ())
         elif run.is_over:
-            run = replace(run, attempt=run.attempt + 1, started_at=self._now, left=())
+            run = replace(run, attempt=run.attempt + 1, started_at=self._now)
         for node in nodes:
             self._allocation_ids += 1
             new = Allocation(node.node, node.incarnation, self._allocation_ids)

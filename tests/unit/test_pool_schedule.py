@@ -251,6 +251,40 @@ def test_a_run_takes_no_surplus_that_makes_no_larger_multiple() -> None:
     assert bench.decide() == {"x": "acde"}, "e makes four of three again; f would stand by"
 
 
+def test_who_leaves_counts_until_it_has_left_where_another_would_be_surplus() -> None:
+    bench = Bench("abc", job("x", 1, 3))
+    bench.decide()
+    bench.run_all()
+    bench.nodes |= {"b": replace(bench.nodes["b"], leaving=True), "d": node("d")}
+    assert bench.decide() == {"x": "ab-c"}
+    bench.end("b", AllocationOutcome.LEFT)
+    assert bench.decide() == {"x": "acd"}
+
+
+def test_a_node_that_is_missing_is_nothing_to_give_back() -> None:
+    bench = Bench("abc", job("x", 2, 3))
+    bench.decide()
+    bench.run_all()
+    del bench.nodes["c"]
+    bench.jobs.append(job("y"))
+    assert bench.decide() == {"x": "abc"}, "else x would have less than its least"
+
+
+def test_only_nodes_that_the_next_job_can_use_are_asked_for() -> None:
+    bench = Bench("ab", job("x", 1, 2))
+    bench.decide()
+    bench.run_all()
+    bench.nodes["b"] = replace(bench.nodes["b"], problem="it is hot")
+    bench.jobs.append(job("y"))
+    assert bench.decide() == {"x": "a-b"}, "b may take no job"
+
+    bench = Bench("ab", job("x", 1, 2), job("y"))
+    assert bench.decide() == {"x": "a", "y": "b"}
+    bench.run_all()
+    bench.end("b", AllocationOutcome.NOT_HERE)
+    assert bench.decide() == {"x": "a-b"}, "b cannot run y"
+
+
 def test_surplus_is_not_asked_for_when_it_is_not_enough() -> None:
     bench = Bench("abcd", job("x", 2, 4))
     bench.decide()
@@ -600,6 +634,17 @@ def test_a_job_whose_record_is_gone_leaves_its_nodes() -> None:
     bench.end("a", AllocationOutcome.LEFT)
     assert bench.decide() == {}
     assert bench.results[0].reason == "its record was deleted"
+
+
+def test_of_a_job_whose_record_is_gone_while_it_waits_again_no_attempt_is_kept() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.lose("a")
+    bench.decide()
+    assert [run.job for run in bench.plan.attempts] == ["x"]
+    bench.jobs.clear()
+    bench.decide()
+    assert bench.plan.attempts == ()
 
 
 def test_the_oldest_results_are_forgotten() -> None:

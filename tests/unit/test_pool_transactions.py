@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_agent.pool.records import JobResult, Outcome, Plan
 from elastic_agent.pool.schedule import MOST_AT_ONCE, Decision
-from elastic_agent.rendezvous.store.interface import Delete
+from elastic_agent.rendezvous.store.interface import Compare, Delete
 
 ETCD_MAX_TXN_OPS = 128
 
@@ -13,6 +13,11 @@ def test_of_a_forgotten_job_nothing_is_left_in_the_store() -> None:
     writes = Decision(Plan(), forgotten=("j",)).writes
     deleted = {write.key for write in writes if isinstance(write, Delete)}
     assert deleted == {"jobs/j", "results/j", "runs/j/world", "runs/j/stop_at"}
+
+
+def test_no_result_takes_the_place_of_another() -> None:
+    result = JobResult("j", Outcome.FAILED, "", 1, 1, None, 0.0, ())
+    assert Compare("results/j", 0) in Decision(Plan(), (result,)).compares
 
 
 def test_the_largest_step_is_one_transaction_for_etcd() -> None:
