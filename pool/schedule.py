@@ -58,8 +58,8 @@ MOST_REFUSALS, REFUSAL_CHARS = 500, 200
 """Of all jobs together, the newest of each: a plan must fit into a store, whatever its nodes say."""
 MOST_RESULTS = 1000
 """The results of so many jobs are kept."""
-MOST_AT_ONCE = 16
-"""Results written, or deleted, by one decision: a transaction is bounded."""
+MOST_AT_ONCE = 15
+"""Results written, or deleted, and attempts begun, by one decision: a transaction is bounded."""
 
 
 _DECIDES = {AllocationOutcome.SUCCEEDED: Outcome.SUCCEEDED, AllocationOutcome.FAILED: Outcome.FAILED}
@@ -74,13 +74,16 @@ class Decision:
     results: tuple[JobResult, ...] = ()
     forgotten: tuple[str, ...] = ()
     """Jobs of which nothing is kept any more."""
+    begun: tuple[str, ...] = ()
+    """Jobs that get their first nodes, or nodes again: the end of one may be news that is not here yet, as a store may
+    tell of the plan before it tells of a result that was written with it."""
     plan_revision: int = 0
     """Of the plan that it takes the place of; 0: there is none."""
 
     @property
     def compares(self) -> tuple[Compare, ...]:
-        unwritten = tuple(Compare(result.key, 0) for result in self.results)
-        return (Compare(PLAN_KEY, self.plan_revision), *unwritten)
+        unwritten = (*(result.key for result in self.results), *(RESULTS_PREFIX + job for job in self.begun))
+        return (Compare(PLAN_KEY, self.plan_revision), *(Compare(key, 0) for key in unwritten))
 
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
@@ -99,7 +102,7 @@ def decide(pool: Pool, now: float) -> Decision | None:
     draft.fold_reports()
     draft.serve_claims()
     draft.hand_out_surplus()
-    decision = Decision(draft.plan(), tuple(draft.results), _too_old(pool.results))
+    decision = Decision(draft.plan(), tuple(draft.results), _too_old(pool.results), tuple(draft.begun))
     return decision if decision != Decision(pool.plan) else None
 
 
@@ -144,6 +147,7 @@ class _Draft:
         self._left_by_plan: set[str] = set()
         """Jobs."""
         self.results: list[JobResult] = []
+        self.begun: list[str] = []
         self.idle: list[PoolNode] = []
         """Not allocated, and no process of a job is left there."""
         self._find_idle()
@@ -272,6 +276,9 @@ class _Draft:
                 continue
             usable = self.usable(job, self.idle)
             if len(usable) >= need:
+                if (run is None or run.is_over) and len(self.begun) == MOST_AT_ONCE:
+                    self.idle = []  # the rest with the next decision
+                    return
                 self._allocate(job, usable[:need])
                 continue
             if len(self.usable(job, self.takers)) < job.min_nodes:
@@ -321,6 +328,8 @@ class _Draft:
 
     def _allocate(self, job: Job, nodes: Iterable[PoolNode]) -> None:
         run = self._runs.get(job.job)
+        if run is None or run.is_over:
+            self.begun.append(job.job)
         if run is None:
             run = Attempt(job.job, 1, self._now, ())
         elif run.is_over:

@@ -12,6 +12,7 @@ from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
     PLAN_KEY,
+    SCOPES,
     Allocation,
     AllocationEnd,
     AllocationOutcome,
@@ -184,6 +185,31 @@ def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:
     result = bench.result("x")
     assert result is not None
     assert result.outcome is Outcome.SUCCEEDED
+    assert bench.plan.runs == ()
+
+
+def test_a_job_whose_result_is_not_heard_of_yet_does_not_begin_anew(bench: Bench) -> None:
+    """A store may tell of the plan before it tells of a result that was written with it."""
+    a = bench.daemon("a")
+    bench.submit("x")
+    a.start()
+    bench.settle()
+    a.end()
+    revision = bench.kv.revision
+    while bench.result("x") is None:
+        request = a.member.request(bench.now)
+        assert request is not None
+        a.member.answered(request, bench.serve(request, True), bench.now)
+        if bench.result("x") is None:
+            a.member.changed(bench.kv.changes(SCOPES, revision), bench.now)
+            revision = bench.kv.revision
+    changes = bench.kv.changes(SCOPES, revision)
+    a.member.changed(tuple(change for change in changes if change.key != "results/x"), bench.now)
+    request = a.member.request(bench.now)
+    assert isinstance(request, Decision), "it takes x for one that waits"
+    a.member.answered(request, bench.serve(request, True), bench.now)
+    assert bench.plan.runs == ()
+    bench.settle()
     assert bench.plan.runs == ()
 
 

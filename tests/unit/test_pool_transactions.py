@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from elastic_agent.pool.records import JobResult, Outcome, Plan
 from elastic_agent.pool.schedule import MOST_AT_ONCE, Decision
-from elastic_agent.rendezvous.store.interface import Compare, Delete
-
-ETCD_MAX_TXN_OPS = 128
+from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete
 
 
 def test_of_a_forgotten_job_nothing_is_left_in_the_store() -> None:
@@ -23,5 +21,5 @@ def test_no_result_takes_the_place_of_another() -> None:
 def test_the_largest_step_is_one_transaction_for_etcd() -> None:
     jobs = [f"j{number}" for number in range(MOST_AT_ONCE)]
     results = tuple(JobResult(job, Outcome.FAILED, "", 1, 1, None, 0.0, ()) for job in jobs)
-    decision = Decision(Plan(), results, tuple(jobs))
-    assert max(len(decision.writes), len(decision.compares)) <= ETCD_MAX_TXN_OPS
+    decision = Decision(Plan(), results, tuple(jobs), tuple(jobs))
+    assert len(decision.writes) + len(decision.compares) <= MOST_OPERATIONS
