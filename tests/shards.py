@@ -112,8 +112,8 @@ def check(reader: CheckpointFiles, manifest: Manifest) -> None:
     for rank in range(manifest.world_size):
         raw, header = copy_of(rank, manifest.step, manifest.world_size, generation=manifest.generation)
         with reader.open_rank(manifest, rank) as copy:
-            into = bytearray(copy.header.size)
+            into = bytearray(copy.footer.size)
             copy.read(0, into)
             assert into == raw
-            assert copy.header.is_same_copy(header)
+            assert (copy.footer.copied_by, copy.footer.step) == header.version
             assert {row.key for row in copy.table.shards} == {"model.weight", f"ranks.{rank}.rng"}

@@ -159,7 +159,7 @@ def saved(directory: Path) -> list[int]:
 
 
 def parts(directory: Path, attempt: str) -> list[str]:
-    return sorted(path.name for path in (directory / attempt).glob("__*_0.json"))
+    return sorted(path.name for path in (directory / attempt).glob("__*_0.distcp"))
 
 
 def check_all(directory: Path, *expected: int) -> None:

@@ -17,10 +17,9 @@ import pytest
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
 from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
-from elastic_agent.worker.wire.files import checksum
+from elastic_agent.worker.wire.files import checksum, seal_fields
 from elastic_agent.worker.wire.run import Run, this_run
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
@@ -128,8 +127,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_owner_is_read_as_it_was_written() -> None:
-    owner = Ownership(A, {"": 1, "run-b": 7})
-    assert Ownership.from_json(owner.to_json()) == owner
+    assert Ownership.from_json(OWNER.to_json()) == OWNER
 
 
 OWNER = Ownership(A, {"run-b": 7})
@@ -427,46 +425,24 @@ def test_a_manifest_that_cannot_be_read_is_deleted_with_its_run_and_not_otherwis
     assert len(list(directory.glob(f"step-{step:012d}-*.pt"))) == (whose == B)
 
 
-def test_an_old_directory_is_taken_over_once_also_beside_other_runs(tmp_path: Path) -> None:
-    without_names(tmp_path)
+def test_what_a_version_without_runs_has_left_is_named_and_stays(tmp_path: Path) -> None:
+    old = tmp_path / "step-000000000020.json"
+    data = tmp_path / f"step-000000000020-{'a' * 16}.pt"
+    data.write_bytes(b"x")
+    body = {"schema": 1, "step": 20, "generation": 1, "world_size": 1, "file": data.name, "size": 1}
+    old.write_bytes(seal_fields({**body, "sha256": "a" * 64}))
     b = Job(tmp_path, B)
-    assert b.load() == 20
-    b.save(30)
-    del b
-    c = Job(tmp_path, C)
-    c.load()
-    fill(c)
-    assert set(steps(tmp_path).values()) == {C.id}
+    found, (bad,) = b.files.find()
+    assert found is None
+    assert "manifest has schema 1" in str(bad)
+    b.load()
+    for step in (10, 30, 40):
+        b.save(step)
+    assert old.exists()
+    assert data.exists()
 
 
 # ---------------------------------------------------------------- one run, as ever
-
-
-def without_names(directory: Path) -> None:
-    """What a version that knew no runs has left."""
-    job = Job(directory, A)
-    job.save(10)
-    job.save(20)
-    for path in directory.glob("step-*.json"):
-        manifest = Manifest.from_json(path.read_bytes())
-        old = f"step-{manifest.step:012d}-{manifest.sha256[:16]}.pt"
-        (directory / manifest.file).rename(directory / old)
-        path.write_bytes(Manifest(manifest.step, 1, 1, old, manifest.size, manifest.sha256).to_json())
-    (directory / "tmp-00000007-000000000030.pt").write_bytes(b"half")
-    (directory / f"step-000000000030-{'a' * 16}.pt").write_bytes(b"never published")
-    (directory / "owner.json").unlink(missing_ok=True)
-    del job
-
-
-def test_an_old_directory_is_taken_over_once(tmp_path: Path) -> None:
-    without_names(tmp_path)
-    job = Job(tmp_path, B)
-    assert job.load() == 20
-    assert owner_of(tmp_path).took_over == {"": 20}
-    job.save(30)
-    job.save(40)
-    assert set(steps(tmp_path).values()) == {B.id}
-    assert len(os.listdir(tmp_path)) == 6, "two checkpoints, the owner and the lock"
 
 
 def test_the_next_generation_goes_on_also_where_the_last_one_holds_the_lock(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from elastic_agent.worker.state.sharding.leaves import Archives, key_of
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.commit import commit, new_attempt
-from elastic_agent.worker.storage.disk.dcp_index import metadata_of
 from elastic_agent.worker.storage.disk.parts import Part, own_rows, write_held
 from elastic_agent.worker.storage.disk.shard_files import data_name
+from elastic_agent.worker.storage.disk.sharded_save import metadata_of
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.wire.messages import CommitOrder
 from tests.shards import RUN, in_slot, permitted

@@ -27,18 +27,10 @@ from elastic_agent.worker.storage.disk.commit import (
     sees_mark,
     write_mark,
 )
-from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.manifests import FileSum, Manifest, digest_of
 from elastic_agent.worker.storage.disk.parts import Part, own_rows, refuse_part, write_held, write_part
-from elastic_agent.worker.storage.disk.shard_files import (
-    METADATA_NAME,
-    FileList,
-    FileSum,
-    RankFile,
-    data_name,
-    rank_file_name,
-)
-from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
-from elastic_agent.worker.wire.files import checksum
+from elastic_agent.worker.storage.disk.shard_files import METADATA_NAME, Footer, data_name
+from elastic_agent.worker.wire.files import seal_fields
 from elastic_agent.worker.wire.run import Run
 from tests.shards import (
     METADATA,
@@ -74,14 +66,15 @@ def test_what_all_ranks_have_written_is_found(tmp_path: Path) -> None:
     all_nodes = nodes(tmp_path / "runs" / "x")
     manifest = save_all(all_nodes, 10)
     assert found(CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN)) == (10, [])
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    raw = (tmp_path / "runs" / "x" / "step-000000000010.json").read_bytes()
+    assert Manifest.from_json(raw) == manifest
     assert manifest.is_sharded
     attempt = tmp_path / "runs" / "x" / manifest.file
     assert {path.name for path in attempt.iterdir()} == {
-        ".metadata", "files.json", *(f"__{rank}_0.{kind}" for rank in range(3) for kind in ("distcp", "json"))
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"
     }  # fmt: skip
     assert (attempt / ".metadata").read_bytes() == METADATA
-    assert len(manifest.to_json()) < 1000
+    assert len(raw) < 1000
 
 
 def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
@@ -107,7 +100,7 @@ def test_a_commit_without_all_parts_names_who_is_missing(tmp_path: Path) -> None
     assert found(all_nodes[1]) == (10, [])
 
 
-@pytest.mark.parametrize("lost", ["__1_0.distcp", "__1_0.json", "files.json", ".metadata"])
+@pytest.mark.parametrize("lost", ["__1_0.distcp", ".metadata"])
 @pytest.mark.parametrize("how", ["gone", "shorter"])
 def test_a_checkpoint_that_lacks_a_file_gives_way_before_anything_is_read(
     tmp_path: Path, lost: str, how: str
@@ -177,7 +170,7 @@ def copy_of_pieces(
     (folder / "data").write_bytes(raw)
     sums = tuple(zlib.crc32(raw[at : at + PIECE]) for at in range(0, len(raw), PIECE))
     monkeypatch.setattr(shard_files, "PIECE_BYTES", PIECE)
-    header = Header(1, 1, 0, 1, len(raw), sums=sums, shards=RankShards(0, (0, 1), "0" * 16, True))
+    footer = Footer(0, 1, 1, 1, 1, len(raw), (0, 1), "0" * 16, True, None, sums)
     verified: list[int] = []
 
     def crc32(content: memoryview) -> int:
@@ -187,7 +180,7 @@ def copy_of_pieces(
     monkeypatch.setattr(shard_files, "zlib", SimpleNamespace(crc32=crc32))
     with (folder / "data").open("rb") as stream:
         yield (
-            shard_files.DiskCopy(1, "data", stream, shard_files.RankFile(header, "0" * 64, 1, None)),
+            shard_files.DiskCopy(1, "data", stream, footer),
             raw,
             verified,
         )
@@ -205,15 +198,13 @@ def test_a_twin_writes_only_what_it_has_for_itself(tmp_path: Path) -> None:
     manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
     with all_nodes[0].open_rank(manifest, 1) as copy, all_nodes[0].open_rank(manifest, 0) as first:
         assert (copy.twin_of, first.twin_of) == (0, None)
-        assert copy.header.shards is not None
-        assert first.header.shards is not None
-        assert copy.header.shards.digest == first.header.shards.digest
+        assert copy.footer.digest == first.footer.digest
         (row,) = copy.table.shards
         assert row.key == "ranks.1.rng"
         into = bytearray(row.length)
         copy.read(row.data, into)
         assert into.startswith(b"rng 1 ")
-        assert copy.header.size < first.header.size
+        assert copy.footer.size < first.footer.size
     raw, header = copy_of(1, 10, 2, group=0)
     assert header.shards is not None
     offset, length = header.shards.table
@@ -270,36 +261,34 @@ def test_a_rank_that_cannot_write_says_why_and_may_try_again(tmp_path: Path) -> 
         commit(all_nodes[0], *commit_of(attempt, 10, 2, within_s=60.0), permitted)
     save_part(all_nodes[1], attempt, 1, 10, 2)
     manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
-    assert not list((tmp_path / manifest.file).glob("*refused*"))
+    check(all_nodes[0], manifest)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "No space left on device. The log of its node says more",
-        ),
-        (SaveFailed("its memory may be damaged"), "The log of its node says more"),
-    ],
-)
 def test_a_disk_without_room_for_a_reason_spares_the_wait_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_nodes = nodes(tmp_path, 2)
     attempt = new_attempt(all_nodes[0], 10, 1)
     save_part(all_nodes[0], attempt, 0, 10, 2)
+    full = OSError(errno.ENOSPC, "No space left on device")
 
     def is_full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise full
 
     monkeypatch.setattr(parts, "replace_file", is_full)
-    refuse_part(all_nodes[1], attempt, 1, error)
-    with pytest.raises(SaveFailed, match=f"rank 1 cannot write its part: {reason}"):
+    refuse_part(all_nodes[1], attempt, 1, full)
+    with pytest.raises(SaveFailed, match=r"rank 1 cannot write its part: .*The log of its node says more"):
         commit(all_nodes[0], *commit_of(attempt, 10, 2, within_s=60.0), permitted, sleep=pytest.fail)
     save_part(all_nodes[1], attempt, 1, 10, 2)
-    manifest = commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted)
-    assert not list((tmp_path / manifest.file).glob("*refused*"))
+    check(all_nodes[0], commit(all_nodes[0], *commit_of(attempt, 10, 2), permitted))
+
+
+def test_a_refusal_that_comes_late_leaves_a_part_that_is_there(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path, 1)
+    attempt = new_attempt(all_nodes[0], 10, 1)
+    save_part(all_nodes[0], attempt, 0, 10, 1)
+    refuse_part(all_nodes[0], attempt, 0, OSError("too late"))
+    check(all_nodes[0], commit(all_nodes[0], *commit_of(attempt, 10, 1), permitted))
 
 
 def test_a_wait_grows_and_ends_with_the_generation(tmp_path: Path) -> None:
@@ -528,51 +517,49 @@ def test_a_mark_that_its_writer_died_over_is_removed(tmp_path: Path) -> None:
 # --- The values
 
 
-def test_a_list_of_a_thousand_ranks_is_bounded_and_a_line_for_each_file(tmp_path: Path) -> None:
-    sums = {METADATA_NAME: FileSum(1, "a" * 64)}
-    for rank in range(1000):
-        sums[data_name(rank)] = sums[rank_file_name(rank)] = FileSum(10**11, "b" * 64)
-    listed = FileList(1000, {name: str(one) for name, one in sums.items()})
-    raw = listed.to_json()
-    assert FileList.from_json(raw) == listed
-    assert len(raw) < 250_000
-    assert raw.decode().count("\n") < 2010
-    assert listed.data_size == 10**14
+def test_a_manifest_of_a_thousand_ranks_is_bounded_and_a_line_for_each_file() -> None:
+    files = {METADATA_NAME: FileSum(1, "a" * 64)} | {
+        data_name(rank): FileSum(10**11, "b" * 64) for rank in range(1000)
+    }
+    name = "step-000000000010-run-a-00000001-00000000"
+    manifest = Manifest(10, 1, 1000, name, 10**14, digest_of(files), RUN.id)
+    raw = manifest.to_json(files)
+    assert Manifest.from_json(raw) == manifest
+    assert len(raw) < 125_000
+    assert raw.decode().count("\n") < 1020
+    assert len(manifest.to_json()) < 500, "what ranks tell each other"
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"world_size": 2}, {"world_size": 0}, {"files": {}}, {"files": None}, {"schema": 2}, {"more": 1},
-        {"files": {"../x": "1 " + "a" * 64}}, {"files": {".metadata": "1 " + "a" * 63}},
-    ],
-)  # fmt: skip
-def test_what_is_no_list_is_refused(change: dict[str, Any]) -> None:
-    names = (METADATA_NAME, data_name(0), rank_file_name(0))
-    body = json.loads(FileList(1, dict.fromkeys(names, "1 " + "a" * 64)).to_json())
-    del body["check"]
-    body.update(change)
-    with pytest.raises(ValueError, match="file_list"):
-        FileList.from_json(json.dumps({**body, "check": checksum(body)}).encode())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"sha256": "x"}, {"generation": -1}, {"twin_of": 1}, {"twin_of": 2}, {"header": None}, {"schema": 2}],
+    "files", [None, {}, {".metadata": "1 " + "a" * 64}, {".metadata": "1 " + "a" * 63}, {".metadata": 1}, []]
 )
-def test_what_is_no_file_of_a_rank_is_refused(change: dict[str, Any]) -> None:
-    _, header = copy_of(1, 10, 2)
-    good = RankFile(replace(header, sums=(0,)), "a" * 64, 1, 0)
-    assert RankFile.from_json(good.to_json()) == good
-    body = json.loads(good.to_json())
+def test_a_manifest_with_another_list_of_files_cannot_exist(tmp_path: Path, files: Any) -> None:
+    save_all(nodes(tmp_path, 1), 10)
+    body = json.loads((tmp_path / "step-000000000010.json").read_bytes())
     del body["check"]
-    body.update(change)
-    with pytest.raises(ValueError, match="rank_file"):
-        RankFile.from_json(json.dumps({**body, "check": checksum(body)}).encode())
+    body["files"] = files
+    with pytest.raises(ValueError, match=r"manifest|sha256"):
+        Manifest.from_json(seal_fields(body))
 
 
-@pytest.mark.parametrize("change", [{"sums": ()}, {"sums": (0, 0)}, {"shards": None}])
-def test_a_header_that_does_not_fit_a_file_is_refused(change: dict[str, Any]) -> None:
-    _, header = copy_of(1, 10, 2)
-    with pytest.raises(ValueError, match="rank_file"):
-        RankFile(replace(header, **{"sums": (0,), **change}), "a" * 64, 1, None)
+@pytest.mark.parametrize(
+    "change",
+    [{"generation": -1}, {"twin_of": 1}, {"twin_of": 2}, {"table": (0, 9)}, {"sums": ()}, {"sums": (0, 0)}],
+)
+def test_a_footer_with_a_wrong_field_cannot_exist(change: dict[str, Any]) -> None:
+    good = Footer(1, 10, 2, 1, 1, 8, (4, 4), "0" * 16, False, 0, (5,))
+    with pytest.raises(ValueError, match="footer"):
+        replace(good, **change)
+
+
+@pytest.mark.parametrize("at", [-1, -9, -100])
+def test_a_footer_that_is_damaged_is_found(tmp_path: Path, at: int) -> None:
+    all_nodes = nodes(tmp_path, 1)
+    path = tmp_path / save_all(all_nodes, 10).file / data_name(0)
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    manifest = all_nodes[0].newest_manifest()
+    assert manifest is not None
+    with pytest.raises(BadCheckpoint, match=data_name(0)):
+        all_nodes[0].open_rank(manifest, 0)

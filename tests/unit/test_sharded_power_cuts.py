@@ -179,7 +179,7 @@ class Overlay:
 SAVES = (10, 20, 30, 40)
 KEEP = 2
 RANKS = 2
-FSYNCS_PER_SAVE = 2 * RANKS + 6
+FSYNCS_PER_SAVE = RANKS + 5
 
 
 def broken_promises(

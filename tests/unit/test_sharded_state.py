@@ -40,7 +40,7 @@ from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.parts import ShardedParts
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
-from elastic_agent.worker.storage.disk.dcp_index import metadata_of
+from elastic_agent.worker.storage.disk.sharded_save import metadata_of
 
 WORLD = 4
 STEPS = 3

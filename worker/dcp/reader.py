@@ -37,9 +37,9 @@ from ..state.sharding.pieces import Box, numel
 from ..state.sharding.reading import OpenCopy, Reader
 from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.disk.dcp_index import index_of
 from ..storage.disk.manifests import Manifest
 from ..storage.disk.shard_files import DiskCopy
+from ..storage.disk.sharded_save import index_of
 from ..storage.memory.copy_header import FoundCopy
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv

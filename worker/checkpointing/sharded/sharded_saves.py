@@ -16,9 +16,8 @@ from ...state.sharding.table import Table
 from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.commit import new_attempt, not_shared, remove_mark, sees_mark, write_mark
-from ...storage.disk.dcp_index import metadata_of
 from ...storage.disk.parts import own_rows
-from ...storage.disk.sharded_save import ShardedSave
+from ...storage.disk.sharded_save import ShardedSave, metadata_of
 from .meeting import Met
 
 

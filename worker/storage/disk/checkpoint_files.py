@@ -38,7 +38,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from typing import BinaryIO
@@ -46,20 +46,23 @@ from typing import BinaryIO
 from ...errors import BadCheckpoint, CheckpointError
 from ...wire.files import open_directory, open_for_reading, open_own_directory
 from ...wire.run import Run
+from . import old_format
 from .durable import make_directory, write_durably
 from .manifests import (
     ATTEMPT_NAME,
+    FileSum,
     Manifest,
     data_match,
     is_named,
     manifest_name,
     manifest_of,
     manifest_steps,
+    read_files,
     read_manifest,
     runs_with_data,
 )
 from .ownership import Claim, Ownership
-from .shard_files import DiskCopy, FileList, data_name, look, open_list, read_rank_file, remove_directory
+from .shard_files import METADATA_NAME, DiskCopy, data_name, look, open_copy, remove_directory
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ _READ_BYTES = 1 << 20
 class VerifiedCheckpoint:
     """A checkpoint whose digest was just checked; `stream` is the very file that was read, at its beginning.
 
-    Of a sharded one that is the list of its files, which are all there: `open_rank` reads and verifies their bytes.
+    Of a sharded one that is DCP's index of its files, which are all there: `open_rank` reads and verifies their bytes.
     """
 
     manifest: Manifest
@@ -107,7 +110,7 @@ class CheckpointFiles:
         self.claim = Claim(self.directory, run, lend)
         self._rejected: dict[str, BadCheckpoint] = {}
         """By the `file` of the manifest, what was found when the bytes were read."""
-        self._listed: tuple[Manifest, FileList] | None = None
+        self._listed: tuple[Manifest, dict[str, FileSum]] | None = None
         """Of the sharded checkpoint that was read last."""
 
     def join(self, run: Run) -> None:
@@ -208,11 +211,10 @@ class CheckpointFiles:
                 open_own_directory(manifest.file, dir_fd) as there,
             ):
                 if self._listed is None or self._listed[0] != manifest:
-                    stream, files = open_list(there, manifest)
-                    stream.close()
-                    self._listed = manifest, files
-                file = read_rank_file(there, manifest, self._listed[1], rank)
-                return DiskCopy(manifest.step, path, open_for_reading(there, data_name(rank)), file)
+                    self._listed = manifest, _files_of(dir_fd, there, manifest)
+                files = self._listed[1]
+                open_it = old_format.open_copy if old_format.is_old(files) else open_copy
+                return open_it(there, path, manifest, files, rank)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(manifest.step, path, str(error)) from error
 
@@ -279,13 +281,19 @@ class CheckpointFiles:
             self._remove_unnamed(dir_fd, owner, may_change, (generation, step))
             yield dir_fd
 
-    def publish(self, manifest: Manifest, may_change: Callable[[], None]) -> None:
+    def publish(
+        self,
+        manifest: Manifest,
+        may_change: Callable[[], None],
+        listed: Mapping[str, FileSum] | None = None,
+    ) -> None:
         """Make the manifest visible and durable: from here on the checkpoint exists. Then drop older ones.
 
+        `listed` are the files of a sharded one.
         `may_change` returns if this process may change what others see at this instant, and raises CheckpointError
         if not: then there is no such checkpoint, or an old one too many. Raises OtherRun, and OSError.
         """
-        raw = manifest.to_json()
+        raw = manifest.to_json(listed)
         with open_directory(self.directory) as dir_fd:
             temporary = self.claim.temporary_name(manifest.generation, manifest.step, "json")
             try:
@@ -350,7 +358,8 @@ class CheckpointFiles:
         manifest = manifest_of(dir_fd, step)
         if manifest is not None:
             return self.claim.has(owner, manifest.run, step)
-        return all(self.claim.has(owner, run, 0) for run in runs_with_data(dir_fd, step))
+        runs = runs_with_data(dir_fd, step)
+        return bool(runs) and all(self.claim.has(owner, run, 0) for run in runs)
 
     def _remove_unnamed(
         self, dir_fd: int, owner: Ownership | None, may_change: Callable[[], None], before: tuple[int, int]
@@ -384,30 +393,33 @@ def _remove_data(dir_fd: int, name: str) -> None:
 
 def _open_verified(dir_fd: int, manifest: Manifest) -> BufferedReader:
     """See `VerifiedCheckpoint`. Raises OSError, ValueError."""
-    if manifest.is_sharded:
-        with open_own_directory(manifest.file, dir_fd) as there:
-            stream, files = open_list(there, manifest)
-            try:
-                look(there, manifest, files)
-            except BaseException:
-                stream.close()
-                raise
-        return stream
-    stream = open_for_reading(dir_fd, manifest.file)
+    if not manifest.is_sharded:
+        return _verified(dir_fd, manifest.file, FileSum(manifest.size, manifest.sha256))
+    with open_own_directory(manifest.file, dir_fd) as there:
+        files = _files_of(dir_fd, there, manifest)
+        look(there, files)
+        return _verified(there, METADATA_NAME, files[METADATA_NAME])
+
+
+def _files_of(dir_fd: int, there: int, manifest: Manifest) -> dict[str, FileSum]:
+    """Of a sharded checkpoint in the directory `there`. Raises OSError, ValueError."""
+    files = read_files(dir_fd, manifest)
+    return old_format.files_of(there, manifest) if files is None else files
+
+
+def _verified(dir_fd: int, name: str, expected: FileSum) -> BufferedReader:
+    """Raises OSError, ValueError."""
+    stream = open_for_reading(dir_fd, name)
     try:
-        _verify(stream, manifest)
+        size = os.fstat(stream.fileno()).st_size
+        if size != expected.size:
+            raise ValueError(f"{name}: {size} bytes long, the manifest says {expected.size}")
+        if digest(stream) != expected.sha256:
+            raise ValueError(f"{name}: sha256 differs from the manifest's")
     except BaseException:
         stream.close()
         raise
     return stream
-
-
-def _verify(stream: BufferedReader, manifest: Manifest) -> None:
-    size = os.fstat(stream.fileno()).st_size
-    if size != manifest.size:
-        raise ValueError(f"{size} bytes long, the manifest says {manifest.size}")
-    if digest(stream) != manifest.sha256:
-        raise ValueError("sha256 differs from the manifest's")
 
 
 def digest(stream: BufferedReader | BufferedRandom) -> str:

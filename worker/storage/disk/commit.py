@@ -1,7 +1,7 @@
 """Makes a checkpoint of the parts that all ranks write: by the disk writer of rank 0's node, or by rank 0.
 
     1 wait until all parts are there, and see that they fit together
-    2 write DCP's index, and the list of all files: each under a temporary name, fsynced, renamed
+    2 write DCP's index under a temporary name, fsync it, rename it
     3 fsync the directory of the attempt, and the one above it, which has its name
     4 publish the manifest, and drop older checkpoints: as `CheckpointFiles` does for all
 
@@ -22,27 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ...errors import DirectoryNotShared, Fenced, OtherRun, SaveFailed
-from ...wire.files import open_directory, open_own_directory, read_whole, remove
+from ...wire.files import open_directory, open_for_reading, open_own_directory, remove
 from ...wire.messages import MAX_REASON_CHARS, CommitOrder
 from ...wire.run import Run
 from .checkpoint_files import CheckpointFiles
 from .durable import make_directory, write_durably
-from .manifests import ATTEMPT_NAME, Manifest
-from .shard_files import (
-    LIST_NAME,
-    LOOKING_THREADS,
-    MAX_RANK_FILE_BYTES,
-    METADATA_NAME,
-    REFUSED_SUFFIX,
-    FileList,
-    FileSum,
-    RankFile,
-    RefusedName,
-    check_size,
-    data_name,
-    rank_file_name,
-    ranks_in,
-)
+from .manifests import ATTEMPT_NAME, FileSum, Manifest, digest_of
+from .shard_files import LOOKING_THREADS, METADATA_NAME, Footer, data_name, read_footer
 
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 1.0
@@ -87,32 +73,29 @@ def commit(
     with files.prepared(save.step, save.generation, may_change) as root:
         with suppress(FileExistsError):
             os.mkdir(save.attempt, dir_fd=root)
-        _await_parts(root, save, may_change, clock, sleep)
+        parts = _await_parts(root, save, may_change, clock, sleep)
         with open_own_directory(save.attempt, root) as there:
-            parts = _parts(there, save)
             for name in os.listdir(there):
-                # Of those who have died, or tried again.
-                if name.startswith("tmp-") or name.endswith(REFUSED_SUFFIX):
+                if name.startswith("tmp-"):  # of those who have died, or tried again
                     remove(there, name)
-            sums = {METADATA_NAME: _put(files, there, METADATA_NAME, metadata)}
-            for rank, (file, raw) in enumerate(parts):
-                sums[data_name(rank)] = FileSum(file.header.size, file.sha256)
-                sums[rank_file_name(rank)] = raw
-            listed = FileList(save.world_size, {name: str(one) for name, one in sums.items()})
-            list_sum = _put(files, there, LIST_NAME, listed.to_json())
+            temporary = f"tmp-{files.claim.mark}-{METADATA_NAME}"
+            sha256, size = write_durably(there, temporary, lambda sink: sink.write(metadata))
+            os.rename(temporary, METADATA_NAME, src_dir_fd=there, dst_dir_fd=there)
             os.fsync(there)
         os.fsync(root)
+    listed = {METADATA_NAME: FileSum(size, sha256)}
+    listed |= {data_name(rank): parts[rank][1] for rank in range(save.world_size)}
     manifest = Manifest(
         save.step,
         save.generation,
         save.world_size,
         save.attempt,
-        listed.data_size,
-        list_sum.sha256,
+        sum(footer.size for footer, _ in parts.values()),
+        digest_of(listed),
         files.run.id,
     )
     try:
-        files.publish(manifest, may_change)
+        files.publish(manifest, may_change, listed)
     except (Fenced, OtherRun):
         files.discard(manifest)
         raise
@@ -125,15 +108,20 @@ def _await_parts(
     may_change: Callable[[], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
-) -> None:
+) -> dict[int, tuple[Footer, FileSum]]:
+    """By rank. Raises SaveFailed when one does not come, or they are not of one state."""
+    found: dict[int, tuple[Footer, FileSum]] = {}
     deadline, pause_s = clock() + save.within_s, FIRST_LOOK_S
     while True:
         with open_own_directory(save.attempt, root) as there:  # opened anew: NFS then asks its server
-            missing, refused = ranks_in(os.listdir(there), save.world_size)
-            if refused:
-                raise SaveFailed(f"step {save.step}: {_reason(there, refused[0])}")
+            names = set(os.listdir(there))
+            missing = [rank for rank in range(save.world_size) if data_name(rank) not in names]
+            new = sorted(set(range(save.world_size)) - found.keys() - set(missing))
+            with ThreadPoolExecutor(LOOKING_THREADS) as threads:
+                read = threads.map(lambda rank: _part(there, rank, save.step), new)
+                found |= zip(new, read, strict=True)
         if not missing:
-            return
+            break
         may_change()
         if clock() >= deadline:
             more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
@@ -144,63 +132,39 @@ def _await_parts(
             )
         sleep(min(pause_s, max(0.0, deadline - clock())))
         pause_s = min(pause_s * 1.5, LAST_LOOK_S)
-
-
-def _reason(there: int, refused: RefusedName) -> str:
-    try:
-        text = read_whole(there, str(refused), 4 * MAX_REASON_CHARS).decode(errors="replace")
-    except (OSError, ValueError) as error:
-        text = str(error)
-    if refused.number is not None:
-        text = f"{os.strerror(refused.number)}. " if refused.number else ""
-        text += "The log of its node says more"
-    return f"rank {refused.rank} cannot write its part: {text}"
-
-
-def _parts(there: int, save: CommitOrder) -> list[tuple[RankFile, FileSum]]:
-    """By rank. Raises SaveFailed when they are not of one state."""
-
-    def read(rank: int) -> tuple[RankFile, FileSum]:
-        raw = read_whole(there, rank_file_name(rank), MAX_RANK_FILE_BYTES)
-        part = RankFile.from_json(raw)
-        check_size(there, data_name(rank), part.header.size)
-        return part, FileSum.of(raw)
-
-    try:
-        with ThreadPoolExecutor(min(LOOKING_THREADS, save.world_size)) as threads:
-            found = list(threads.map(read, range(save.world_size)))
-    except ValueError as error:
-        raise SaveFailed(f"step {save.step}: {error}") from error
-    if problem := _problem([part for part, _ in found], save):
+    if problem := _problem([found[rank][0] for rank in range(save.world_size)], save):
         raise SaveFailed(f"step {save.step}: {problem}")
     return found
 
 
-def _problem(parts: list[RankFile], save: CommitOrder) -> str:
+def _part(there: int, rank: int, step: int) -> tuple[Footer, FileSum]:
+    """Raises OSError, and SaveFailed where that rank could not write its part."""
+    with open_for_reading(there, data_name(rank)) as stream:
+        try:
+            return read_footer(stream)
+        except ValueError:
+            stream.seek(0)
+            reason = stream.read(MAX_REASON_CHARS).decode(errors="replace") or "no room is left for a reason"
+    raise SaveFailed(
+        f"step {step}: rank {rank} cannot write its part: {reason}. The log of its node says more"
+    )
+
+
+def _problem(parts: list[Footer], save: CommitOrder) -> str:
     """Why these are not the parts of one checkpoint; empty: they are."""
     for rank, part in enumerate(parts):
-        header, first = part.header, parts[0].header
-        if (part.rank, header.step, header.world_size) != (rank, save.step, save.world_size):
-            return f"the part of rank {rank} is of rank {part.rank}, step {header.step}"
-        if (part.generation, header.version) != (save.generation, first.version):
+        if (part.rank, part.step, part.world_size) != (rank, save.step, save.world_size):
+            return f"the part of rank {rank} is of rank {part.rank}, step {part.step}"
+        if (part.generation, part.copied_by) != (save.generation, parts[0].copied_by):
             what = f"the parts of rank 0 and {rank} are of copies that different generations have made"
             return f"{what}: the next save takes new ones"
         if part.twin_of is not None:
             other = parts[part.twin_of]
-            assert header.shards is not None
-            assert other.header.shards is not None
-            if other.twin_of is not None or other.header.shards.digest != header.shards.digest:
+            if other.twin_of is not None or other.digest != part.digest:
                 return f"rank {rank} does not have the shards of rank {part.twin_of}"
-    if not any(part.header.shards is not None and part.header.shards.common for part in parts):
+    if not any(part.common for part in parts):
         return "no rank has written what is the same on all: a version of elastic-agent that differs between nodes?"
     return ""
-
-
-def _put(files: CheckpointFiles, there: int, name: str, content: bytes) -> FileSum:
-    temporary = f"tmp-{files.claim.mark}-{name}"
-    write_durably(there, temporary, lambda sink: sink.write(content))
-    os.rename(temporary, name, src_dir_fd=there, dst_dir_fd=there)
-    return FileSum.of(content)
 
 
 # ---------------------------------------------------------------- one directory for all nodes

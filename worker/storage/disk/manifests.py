@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, SupportsIndex
+from typing import Annotated, Any, NamedTuple, SupportsIndex
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
 from ...wire.files import read_whole, seal_fields, unseal
 from ...wire.messages import RUN_NAME, RunNameOrNone
 
-SHARDED_SCHEMA = 3
-"""Of a checkpoint that is a directory of files, see `shard_files`."""
-SCHEMA = 2
-_WITHOUT_RUN = 1
-"""The schema of manifests that name no run."""
+SCHEMA = 4
+"""Of all that this version writes to disk."""
+OLD_SCHEMA = 2
+OLD_SHARDED_SCHEMA = 3
+"""See `old_format`."""
 
-_RUN = rf"-(?P<run>{RUN_NAME.pattern})-[0-9a-f]{{8}}"
+_RUN = rf"(?P<run>{RUN_NAME.pattern})"
 MANIFEST_NAME = re.compile(r"step-(\d{12,19})\.json")
-DATA_NAME = re.compile(rf"step-(?P<step>\d{{12,19}})(?:{_RUN})?-(?P<digest>[0-9a-f]{{16}})\.pt")
-TEMPORARY_NAME = re.compile(rf"tmp-(?P<generation>\d{{8,19}})-\d{{12,19}}(?:{_RUN})?\.(?:pt|json)")
+DATA_NAME = re.compile(
+    rf"step-(?P<step>\d{{12,19}})(?:-{_RUN}-[0-9a-f]{{8}})?-(?P<digest>[0-9a-f]{{16}})\.pt"
+)
+TEMPORARY_NAME = re.compile(rf"tmp-(?P<generation>\d{{8,19}})-\d{{12,19}}-{_RUN}-[0-9a-f]{{8}}\.(?:pt|json)")
 ATTEMPT_NAME = re.compile(
-    rf"step-(?P<step>\d{{12,19}})-(?P<run>{RUN_NAME.pattern})-(?P<generation>\d{{8,19}})-(?P<mark>[0-9a-f]{{8}})"
+    rf"step-(?P<step>\d{{12,19}})-{_RUN}-(?P<generation>\d{{8,19}})-(?P<mark>[0-9a-f]{{8}})"
 )
 """Of the directory that one attempt to save a sharded state fills: no other ever has the same."""
-_MAX_MANIFEST_BYTES = 4096
+_MAX_MANIFEST_BYTES = 4 << 20
+"""A sharded one has some 90 for each rank."""
 MOST_STEPS = 2**63 - 1
 
 
@@ -39,12 +45,39 @@ def step_number(step: SupportsIndex) -> int:
     return operator.index(step)
 
 
+class FileSum(NamedTuple):
+    """Of one file of a sharded checkpoint: its size, and a sha256 of what vouches for it, see `parts`."""
+
+    size: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.sha256}"
+
+    @staticmethod
+    def parse(text: Any) -> FileSum:
+        """Raises Invalid."""
+        if not (isinstance(text, str) and _FILE_SUM.fullmatch(text)):
+            raise Invalid(f"a size and a sha256 were expected, not {text!r}")
+        size, sha256 = text.split()
+        return FileSum(int(size), sha256)
+
+
+_FILE_SUM = re.compile(r"\d{1,19} [0-9a-f]{64}")
+
+
+def digest_of(files: Mapping[str, FileSum]) -> str:
+    """The sha256 of a list of files."""
+    lines = json.dumps({name: str(one) for name, one in files.items()}, sort_keys=True)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest(Checked):
     """What one checkpoint must look like to be believed: the step, its writer, and its data file's digest.
 
-    Of a sharded one `file` is a directory, `size` that of all data in it, and `sha256` that of the list of its files
-    (`FileList`), which has size and digest of each.
+    Of a sharded one `file` is a directory, `size` that of all data in it, and `sha256` that of the list of its files,
+    which stands in the manifest's file only: what ranks tell each other stays small.
     """
 
     step: Count
@@ -54,7 +87,6 @@ class Manifest(Checked):
     size: Positive
     sha256: Annotated[str, Text(64, re.compile(r"[0-9a-f]{64}"))]
     run: RunNameOrNone = ""
-    """Whose it is; empty where an older version has written it."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -80,30 +112,53 @@ class Manifest(Checked):
         """Whether each rank's part is a file of its own, in the directory `file`."""
         return ATTEMPT_NAME.fullmatch(self.file) is not None
 
-    def to_json(self) -> bytes:
-        body = plain(self)
-        if self.run:
-            return seal_fields({"schema": SHARDED_SCHEMA if self.is_sharded else SCHEMA, **body}, indent=1)
-        del body["run"]
-        return seal_fields({"schema": _WITHOUT_RUN, **body}, indent=1)
+    def to_json(self, files: Mapping[str, FileSum] | None = None) -> bytes:
+        """`files` are those of a sharded one, with `digest_of` them in `sha256`."""
+        body = {"schema": SCHEMA, **plain(self)}
+        if files is not None:
+            body["files"] = {name: str(one) for name, one in files.items()}
+        return seal_fields(body, indent=1)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
         """Raises Invalid."""
-        schema, body = unseal(raw, "manifest", _WITHOUT_RUN, SCHEMA, SHARDED_SCHEMA)
-        if schema == _WITHOUT_RUN:
-            body.setdefault("run", "")
-        manifest = from_plain(cls, body)
-        if manifest.is_sharded != (schema == SHARDED_SCHEMA):
-            raise Invalid(f"manifest has schema {schema}, which is not that of {manifest.file}")
-        return manifest
+        return _parsed(raw)[0]
+
+
+def _parsed(raw: bytes) -> tuple[Manifest, dict[str, FileSum] | None]:
+    """And the list of files, if it is here. Raises Invalid."""
+    schema, body = unseal(raw, "manifest", OLD_SCHEMA, OLD_SHARDED_SCHEMA, SCHEMA)
+    listed = body.pop("files", None) if schema == SCHEMA else None
+    manifest = from_plain(Manifest, body)
+    if manifest.is_sharded != (listed is not None if schema == SCHEMA else schema == OLD_SHARDED_SCHEMA):
+        raise Invalid(f"manifest has schema {schema}, which is not that of {manifest.file}")
+    if listed is None:
+        return manifest, None
+    if not isinstance(listed, dict):
+        raise Invalid("manifest.files is no object")
+    files = {name: FileSum.parse(one) for name, one in listed.items()}
+    if digest_of(files) != manifest.sha256:
+        raise Invalid("manifest.files does not match manifest.sha256")
+    return manifest, files
 
 
 def read_manifest(dir_fd: int, step: int) -> Manifest:
-    manifest = Manifest.from_json(read_whole(dir_fd, manifest_name(step), _MAX_MANIFEST_BYTES))
+    return _read(dir_fd, step)[0]
+
+
+def read_files(dir_fd: int, manifest: Manifest) -> dict[str, FileSum] | None:
+    """The files of that sharded checkpoint; None: `old_format` has them. Raises OSError, ValueError."""
+    found, files = _read(dir_fd, manifest.step)
+    if found != manifest:
+        raise ValueError(f"{manifest_name(manifest.step)} is of another checkpoint by now")
+    return files
+
+
+def _read(dir_fd: int, step: int) -> tuple[Manifest, dict[str, FileSum] | None]:
+    manifest, files = _parsed(read_whole(dir_fd, manifest_name(step), _MAX_MANIFEST_BYTES))
     if manifest.step != step:
         raise ValueError(f"manifest of step {manifest.step} under the name of step {step}")
-    return manifest
+    return manifest, files
 
 
 def manifest_of(dir_fd: int, step: int) -> Manifest | None:

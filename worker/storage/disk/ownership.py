@@ -39,7 +39,7 @@ from ....codec import Checked, Count, from_plain
 from ...errors import OtherRun
 from ...wire.environment import PROCESS_GROUP_TIMEOUT
 from ...wire.files import open_directory, read_whole, remove, seal, unseal
-from ...wire.messages import RunNameOrNone
+from ...wire.messages import RunName
 from ...wire.run import Run
 from .durable import make_directory, write_durably
 from .manifests import TEMPORARY_NAME, Manifest, readable_manifests
@@ -66,7 +66,7 @@ class Ownership(Checked):
     """The run that may write, and by run the newest step that it has taken over."""
 
     run: Run
-    took_over: dict[RunNameOrNone, Count] = field(default_factory=dict)
+    took_over: dict[RunName, Count] = field(default_factory=dict)
 
     def has(self, run: str, step: int) -> bool:
         """Whether that run's checkpoint of `step` is the owner's: to load, and to delete."""
@@ -232,11 +232,9 @@ class Claim:
         """Whether that run's checkpoint of `step` is this run's: to load, and to delete."""
         return run == self.run.id or (owner is not None and self.is_owner(owner) and owner.has(run, step))
 
-    def inherits(self, owner: Ownership | None, run: str | None) -> bool:
+    def inherits(self, owner: Ownership | None, run: str) -> bool:
         """Whether what that run has not published is this one's to remove."""
-        return run == self.run.id or (
-            owner is not None and self.is_owner(owner) and (run or "") in owner.took_over
-        )
+        return run == self.run.id or (owner is not None and self.is_owner(owner) and run in owner.took_over)
 
     def is_ours(self, manifest: Manifest) -> bool:
         """Whether this run has written it or taken it over."""
@@ -433,9 +431,8 @@ def _in_use(directory: str, run: Run, other: str) -> OtherRun:
 
 
 def _newer(directory: str, run: Run, other: Manifest, ours: int) -> OtherRun:
-    named = f"run {other.run}" if other.run else "a run without a name (an older version's)"
     return OtherRun(
-        f"{directory} holds step {other.step} of {named}, which this run {run} at step {ours} does not come from: it "
-        "is not overwritten. End one of the two, or give each a directory of its own. To go on from that step start a "
-        "new job with this directory; to give it up delete its .json file"
+        f"{directory} holds step {other.step} of run {other.run}, which this run {run} at step {ours} does not come "
+        "from: it is not overwritten. End one of the two, or give each a directory of its own. To go on from that step "
+        "start a new job with this directory; to give it up delete its .json file"
     )

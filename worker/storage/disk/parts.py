@@ -1,13 +1,11 @@
 """Brings copies in memory to the disk: as the disk writer does it, and the worker itself where that cannot be asked.
 
 A copy of a whole state becomes a checkpoint in the order of `checkpoint_files`. A rank's copy of a sharded one becomes
-its part of an attempt: its data file, durable, and then the small file that says what it is.
+its part of an attempt: written under a temporary name, fsynced, renamed. The names are made durable by the one that
+commits, which looks at them all and then at the disk (`commit`). A rank that cannot write leaves a file without a
+footer in the place of its part, with the reason if there is room for one: so the others need not wait.
 
-    1 write the data under a temporary name, fsync it       3 write the rank's file in the same way
-    2 rename it to its final name                           4 rename that: the part is there
-
-The names are made durable by the one that commits, which looks at them all and then at the disk (`commit`). The
-directory of the attempt is its own: a writer of the past can do no harm in it, and a later save removes it. So the
+The directory of an attempt is its own: a writer of the past can do no harm in it, and a later save removes it. So the
 questions of `CheckpointFiles` are asked only so that nothing large is written for nothing.
 
 A worker that has died is no reason not to write. One that lives and no longer waits cancels its order: from then on
@@ -28,21 +26,21 @@ from typing import BinaryIO, TypeVar, cast
 from ... import errors
 from ...errors import CheckpointError, Fenced, OtherRun, SaveFailed
 from ...state.sharding.table import Shard, Table, Value, aligned, own_key
-from ...wire.files import open_directory, open_own_directory, read_whole, remove, replace_file
+from ...wire.files import open_directory, open_for_reading, open_own_directory, remove, replace_file
 from ...wire.messages import MAX_REASON_CHARS, WriteOutcome
 from ..memory.copy_header import Header
 from ..memory.slots import PIECE_BYTES, HeldSlot, Slots
 from .checkpoint_files import CheckpointFiles
 from .durable import make_directory, write_durably
 from .manifests import Manifest
-from .shard_files import MAX_RANK_FILE_BYTES, RankFile, RefusedName, check_size, data_name, rank_file_name
+from .shard_files import Footer, data_name, read_footer
 
 _Row = TypeVar("_Row", Shard, Value)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of the attempt with that directory, by a writer of `generation`; `twin_of` as in `RankFile`."""
+    """Of the attempt with that directory, by a writer of `generation`; `twin_of` as in `Footer`."""
 
     attempt: str
     generation: int
@@ -99,8 +97,8 @@ def write_held(
         written = write_part(files, part, held.header, pour, may_change)
     if not held.header.sums:
         with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
-            slots.add_sums(held, written.header.sums)
-    return written.header.size
+            slots.add_sums(held, written.sums)
+    return written.size
 
 
 def write_part(
@@ -109,7 +107,7 @@ def write_part(
     header: Header,
     pour: Callable[[BinaryIO], object],
     may_change: Callable[[], None],
-) -> RankFile:
+) -> Footer:
     """Make durable what `pour` writes: the copy that `header` describes. Once is enough: what is there is left.
 
     Raises OSError, OtherRun, what `may_change` raises, and SaveFailed when it is not what the header says: then
@@ -141,12 +139,13 @@ def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exceptio
     if isinstance(error, Fenced | OtherRun):
         return
     reason = (str(error) or repr(error))[:MAX_REASON_CHARS]
+    name, temporary = data_name(rank), f"tmp-refused-{rank}"
     with contextlib.suppress(OSError), _attempt(files, attempt) as there:
         try:
-            replace_file(there, str(RefusedName(rank)), reason.encode(errors="replace"))
+            replace_file(there, temporary, reason.encode(errors="replace"))
+            os.link(temporary, name, src_dir_fd=there, dst_dir_fd=there)  # a part that is there stays
         except OSError:
-            number = (error.errno or 0) if isinstance(error, OSError) else 0
-            os.mknod(str(RefusedName(rank, number)), dir_fd=there)
+            os.mknod(name, dir_fd=there)
 
 
 @contextlib.contextmanager
@@ -160,46 +159,61 @@ def _attempt(files: CheckpointFiles, name: str) -> Iterator[int]:
             yield there
 
 
-def _find(there: int, part: Part, header: Header) -> RankFile | None:
+def _find(there: int, part: Part, header: Header) -> Footer | None:
     """What is written already: the disk writer may have been quicker than its answer."""
     assert header.shards is not None
-    rank = header.shards.rank
-    with contextlib.suppress(OSError, ValueError):
-        found = RankFile.from_json(read_whole(there, rank_file_name(rank), MAX_RANK_FILE_BYTES))
-        check_size(there, data_name(rank), found.header.size)
-        same = (found.header.version, found.generation, found.twin_of)
-        if same == (header.version, part.generation, part.twin_of):
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open_for_reading(there, data_name(header.shards.rank)) as stream,
+    ):
+        found, _ = read_footer(stream)
+        same = (found.copied_by, found.step, found.generation, found.twin_of)
+        if same == (*header.version, part.generation, part.twin_of):
             return found
     return None
 
 
 def _write(
     files: CheckpointFiles, there: int, part: Part, header: Header, pour: Callable[[BinaryIO], object]
-) -> RankFile:
+) -> Footer:
     assert header.shards is not None
-    rank = header.shards.rank
-    sums = _Sums()
-    temporary = f"tmp-{files.claim.mark}-{data_name(rank)}"
-    sha256, size = write_durably(there, temporary, lambda sink: pour(cast(BinaryIO, _Both(sink, sums))))
-    try:
-        if size != header.size or (header.sums and header.sums != sums.all):
+    shards, name = header.shards, data_name(header.shards.rank)
+    temporary = f"tmp-{files.claim.mark}-{name}"
+    footers: list[Footer] = []
+
+    def write(sink: BinaryIO) -> None:
+        summing = _Summing(sink)
+        pour(cast(BinaryIO, summing))
+        if summing.size != header.size or (header.sums and header.sums != summing.sums):
             raise SaveFailed(
-                f"rank {rank}: the copy of step {header.step} is not what its header says: the next save takes "
+                f"rank {shards.rank}: the copy of step {header.step} is not what its header says: the next save takes "
                 "another copy; if it happens again, test this node's memory"
             )
-        os.rename(temporary, data_name(rank), src_dir_fd=there, dst_dir_fd=there)
+        footers.append(
+            Footer(
+                rank=shards.rank,
+                step=header.step,
+                world_size=header.world_size,
+                copied_by=header.generation,
+                generation=part.generation,
+                size=header.size,
+                table=shards.table,
+                digest=shards.digest,
+                common=shards.common,
+                twin_of=part.twin_of,
+                sums=summing.sums,
+            )
+        )
+        sink.write(footers[0].to_bytes())
+
+    write_durably(there, temporary, write)
+    try:
+        os.rename(temporary, name, src_dir_fd=there, dst_dir_fd=there)
     except BaseException:
         with contextlib.suppress(OSError):
             remove(there, temporary)
         raise
-    written = RankFile(
-        replace(header, sums=sums.all, rng_holes=(), partial=False), sha256, part.generation, part.twin_of
-    )
-    raw = written.to_json()
-    temporary = f"tmp-{files.claim.mark}-{rank_file_name(rank)}"
-    write_durably(there, temporary, lambda sink: sink.write(raw))
-    os.rename(temporary, rank_file_name(rank), src_dir_fd=there, dst_dir_fd=there)
-    return written
+    return footers[0]
 
 
 def _write_own(
@@ -223,7 +237,7 @@ def _write_own(
         for chunk in chunks():
             sink.write(chunk)
 
-    return write_part(files, part, smaller, pour, may_change).header.size
+    return write_part(files, part, smaller, pour, may_change).size
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,41 +283,31 @@ def _is_of(rank: int, key: str) -> bool:
     return key.startswith(own_key(rank, ""))
 
 
-class _Sums:
-    """The checksums of the pieces of what went by, whatever the size in which it came."""
+class _Summing:
+    """Writes to a file, and takes the checksums of the pieces of that, whatever the size in which it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
         self._done: list[int] = []
         self._crc = 0
-        self._count = 0
+        self.size = 0
 
     @property
-    def all(self) -> tuple[int, ...]:
-        return (*self._done, self._crc) if self._count else tuple(self._done)
-
-    def add(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            with data[at : at + PIECE_BYTES - self._count] as stretch:
-                self._crc = zlib.crc32(stretch, self._crc)
-                self._count += len(stretch)
-                at += len(stretch)
-            if self._count == PIECE_BYTES:
-                self._done.append(self._crc)
-                self._crc = self._count = 0
-
-
-class _Both:
-    """Writes to a file, and takes the checksums of that."""
-
-    def __init__(self, sink: BinaryIO, sums: _Sums) -> None:
-        self._sink = sink
-        self._sums = sums
+    def sums(self) -> tuple[int, ...]:
+        return (*self._done, self._crc) if self.size % PIECE_BYTES else tuple(self._done)
 
     def write(self, data: bytes | memoryview, /) -> int:
         count = self._sink.write(data)
         with memoryview(data) as view, view.cast("B") as flat:
-            self._sums.add(flat)
+            at = 0
+            while at < len(flat):
+                with flat[at : at + PIECE_BYTES - self.size % PIECE_BYTES] as stretch:
+                    self._crc = zlib.crc32(stretch, self._crc)
+                    self.size += len(stretch)
+                    at += len(stretch)
+                if self.size % PIECE_BYTES == 0:
+                    self._done.append(self._crc)
+                    self._crc = 0
         return count
 
     def flush(self) -> None:

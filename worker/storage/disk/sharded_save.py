@@ -11,18 +11,25 @@ While all wait, each rank calls `write_now`; all gather whether it went well, an
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pickle import dumps
+from typing import Any, ClassVar
+
+import torch
 
 from ...errors import CheckpointError
 from ...state.sharding.layout import ShardLayout
+from ...state.sharding.leaves import Path
+from ...state.sharding.reading import dtype_of
+from ...state.sharding.table import Table
 from ...wire.messages import CommitOrder, ShardOrder, Tier
 from ..memory.slot_memory import RankPlace, header_of_shards
 from ..memory.slots import HeldSlot, Slots
 from .async_save import LEAST_S, SLOWEST_BYTES_PER_S, DiskSaver, Save, Task
 from .commit import commit
 from .parts import Part, refuse_part, write_held, write_part
+from .shard_files import data_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class ShardedSave(Save):
         assert self.twin_of is None, "what is poured are the shards, too"
         disk.wrote(self.step, durable=False)
         try:
-            return write_part(files, self._part(disk), header, layout.pour, disk.permission()).header.size
+            return write_part(files, self._part(disk), header, layout.pour, disk.permission()).size
         except (CheckpointError, OSError, ValueError) as error:
             self.refuse(disk, error)
             raise
@@ -129,3 +136,58 @@ class ShardedSave(Save):
 
     def _commit(self, disk: DiskSaver) -> int:
         return commit(disk.files, self._commit_order(disk), self.metadata, disk.permission()).size
+
+
+# ---------------------------------------------------------------- DCP's index
+
+
+def metadata_of(tables: Mapping[int, Table]) -> bytes:
+    """What `torch.distributed.checkpoint.FileSystemWriter` writes into `.metadata`."""
+    return dumps(index_of(tables))
+
+
+def index_of(tables: Mapping[int, Table]) -> Any:
+    """DCP's `Metadata` of these copies, by rank.
+
+    A piece, or a value, that several ranks hold is named once, in the file of the lowest.
+    """
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    paths: dict[str, Path] = {}
+    for rank in sorted(tables):
+        file = data_name(rank)
+        for row in tables[rank].shards:
+            offsets, sizes = torch.Size(row.offsets), torch.Size(row.sizes)
+            entry = entries.get(row.key)
+            if entry is None:
+                entry = TensorStorageMetadata(
+                    TensorProperties(dtype=dtype_of(row)), torch.Size(row.shape), []
+                )
+                entries[row.key] = entry
+            if not sizes.numel() and entry.size.numel():
+                continue  # this rank has nothing of it
+            index = MetadataIndex(row.key, offsets, len(entry.chunks))
+            if index not in stored:
+                entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+                stored[index] = filesystem._StorageInfo(file, row.begin, row.length)
+        for value in tables[rank].values:
+            if value.key not in entries:
+                entries[value.key] = BytesStorageMetadata()
+                stored[MetadataIndex(value.key)] = filesystem._StorageInfo(file, value.begin, value.length)
+        for key, path in tables[rank].paths.items():
+            paths.setdefault(key, path)
+    metadata = Metadata(entries, paths, stored, StorageMeta())
+    if "version" in {one.name for one in fields(Metadata)}:
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return metadata
