@@ -304,6 +304,17 @@ def one_save(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("no_locks")
+def test_what_is_saved_while_another_run_loads_is_to_be_loaded(tmp_path: Path) -> None:
+    a = started(tmp_path)
+    b = Job(tmp_path, B)
+    a.save(40)
+    assert not b.files.claim.take(30, A.id, again=True)
+    assert b.files.claim.take(40, A.id, again=True)
+    with pytest.raises(OtherRun, match="taken over"):
+        a.save(50)
+
+
+@pytest.mark.usefixtures("no_locks")
 def test_of_two_that_come_at_once_one_has_the_directory(tmp_path: Path) -> None:
     for directory, b, c, told_b, told_c in interruptions(
         tmp_path, second, one_save, lambda directory: Job(directory, C), one_save

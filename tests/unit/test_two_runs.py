@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from elastic_agent.agent.configuration.stopping import StopConfig, whole_stop_s
-from elastic_agent.worker import Checkpointer
+from elastic_agent.worker import Checkpointer, OtherRun
+from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.storage.disk import ownership
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
 PATIENCE_S = 30.0
@@ -174,6 +176,39 @@ def test_where_no_lock_works_two_jobs_that_live_never_delete_what_the_other_save
     assert on_disk(tmp_path) == ["25-second", "35-second"]
     assert first.does("load").startswith(f"OtherRun: {tmp_path} has been taken over by run second")
     assert on_disk(tmp_path) == ["25-second", "35-second"]
+
+
+def test_what_a_job_saves_while_another_loads_is_what_that_one_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old pod's last save, where no lock shows that it lives."""
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    monkeypatch.setattr(
+        Checkpointers, "claim", lambda *_: True
+    )  # each stands for that of a process of its own
+    first, second = (job(name, tmp_path, monkeypatch) for name in ("first", "second"))
+    assert first.load() == 0
+    assert first.save(10)
+    find, found = CheckpointFiles.find, []
+
+    def find_slowly(files: CheckpointFiles, *args: Any) -> Any:
+        found.append(find(files, *args))
+        if len(found) == 1:
+            assert first.save(20)
+        return found[-1]
+
+    monkeypatch.setattr(CheckpointFiles, "find", find_slowly)
+    assert second.load() == 20
+    assert len(found) == 2
+    assert second.save(30)
+    with pytest.raises(OtherRun, match="taken over by run second"):
+        first.save(40)
+    assert on_disk(tmp_path) == ["20-first", "30-second"]
+
+
+def job(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    monkeypatch.setenv("ELASTIC_AGENT_RUN", name)
+    return Checkpointer(directory, {"numbers": {"done": torch.zeros(3)}})
 
 
 def test_what_another_run_has_left_is_neither_deleted_nor_moved_nor_overwritten(

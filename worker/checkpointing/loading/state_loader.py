@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ...ranks.group import Group, current_group, together
+from ...ranks.group import Group, all_did, current_group, together
 from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
 from ...storage.disk.manifests import Manifest
@@ -89,9 +89,10 @@ class StateLoader(ABC):
         try:
             together(group, lambda: self._prepare(finish_last_write), "nothing loaded")
             self._on_rank_0(group, claim.await_former_run)
-            found = self._bring(group)
-            run = found.what.run if found.what is not None else None
-            self._on_rank_0(group, lambda: claim.take(found.step, run))
+            for again in (True, True, False):
+                found = self._bring(group)
+                if self._claim(group, found, again=again):
+                    break
         except CheckpointError:
             claim.release_lock()
             if not self._unreadable:
@@ -111,6 +112,13 @@ class StateLoader(ABC):
             self._files.claim.release_former_locks()
         with contextlib.suppress(NotSaved, Unconfirmed):  # the log has it
             finish_last_write()
+
+    def _claim(self, group: Group, found: LoadedState, *, again: bool) -> bool:
+        """The directory is this run's from here on, which goes on from `found`. False: load `again`, see `take`."""
+        run = found.what.run if found.what is not None else None
+        does = group.rank == 0 and not self._read_only
+        take = self._files.claim.take
+        return all_did(group, lambda: not does or take(found.step, run, again=again), self._files.directory)
 
     def _on_rank_0(self, group: Group, part: Callable[[], None]) -> None:
         """Let rank 0 do this, and raise on every rank what it raises."""

@@ -132,11 +132,13 @@ class Claim:
                 )
             sleep(_LOOK_S)
 
-    def take(self, step: int, loaded: str | None = None) -> None:
+    def take(self, step: int, loaded: str | None = None, *, again: bool = False) -> bool:
         """From here on the directory is this run's, which goes on from `step`: rank 0, once all have loaded.
 
         `loaded` is the run whose state that is, None where there was none. Raises OtherRun (see the module's
         docstring). Where nothing can be written nothing is taken: the next `uphold` tries again.
+
+        False, if `again`: that run has saved more meanwhile, as where no lock shows whether it lives. Load once more.
         """
         self._loaded = self._loaded if loaded is None else loaded
         try:
@@ -149,7 +151,11 @@ class Claim:
                     self._refuse_newer(dir_fd, owner, step + 1, step)
                 else:
                     heir = self._heir(dir_fd, owner, step)
-                    self._refuse_newer(dir_fd, heir, step, step)
+                    newer = self._newer_of_others(dir_fd, heir, step)
+                    if newer is not None:
+                        if again and newer.run in heir.took_over:
+                            return False
+                        raise _newer(self._directory, self.run, newer, step)
                     self._put_owner(dir_fd, heir)
                     # From here on those before can begin nothing, and without these files they can end nothing.
                     self.remove_abandoned(dir_fd, heir, -1, also=owner.run.id if owner is not None else None)
@@ -161,6 +167,7 @@ class Claim:
                 self._directory,
                 error,
             )
+        return True
 
     def uphold(self, step: int, loaded: str | None = None) -> None:
         """Before a save of rank 0, which has come to `step`: the directory is this run's, or becomes it now.
@@ -256,10 +263,16 @@ class Claim:
 
     def _refuse_newer(self, dir_fd: int, owner: Ownership | None, least: int, ours: int) -> None:
         """Raise if there are checkpoints from the step `least` on that are not this run's, which has come to `ours`."""
+        newer = self._newer_of_others(dir_fd, owner, least)
+        if newer is not None:
+            raise _newer(self._directory, self.run, newer, ours)
+
+    def _newer_of_others(self, dir_fd: int, owner: Ownership | None, least: int) -> Manifest | None:
         for one in readable_manifests(dir_fd):
             known = one.step < least or one.step in self.bad_steps or self.has(owner, one.run, one.step)
             if not known:
-                raise _newer(self._directory, self.run, one, ours)
+                return one
+        return None
 
     # ---------------------------------------------------------------- files
 
