@@ -1,4 +1,4 @@
-"""The checkpoint directory: what is believed, what is refused, and what a power cut may leave behind."""
+"""The checkpoint directory: what is believed, and what is refused. Power cuts: `test_power_cuts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,6 @@ def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
     with checkpoint.stream:
         assert checkpoint.stream.read() == content(checkpoint.manifest.step)
     return checkpoint.manifest.step, bad
-
-
-def verifies(files: CheckpointFiles, step: int) -> bool:
-    try:
-        files.open(step).stream.close()
-    except BadCheckpoint:
-        return False
-    return True
 
 
 def names(directory: Path) -> set[str]:
@@ -549,160 +540,6 @@ class _Overlay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
-
-
-# --- Power cuts
-
-
-class Disk:
-    """Records what is done to a directory and says what a power cut at this moment may leave of it.
-
-    The model is the harshest a file system may be: of a file, only what was fsynced is certain and the rest may be
-    there or not; of the directory, each change since its last fsync may have survived, independent of the others.
-    """
-
-    def __init__(self, after_each_call: Callable[[Disk], None], forget_fsync: int | None) -> None:
-        self._after_each_call = after_each_call
-        self._forget_fsync = forget_fsync
-        self._fsyncs = 0
-        self._fds: dict[int, int | None] = {}  # descriptor -> inode, None for the directory
-        self._written: list[bytearray] = []
-        self._durable: list[bytes] = []
-        self._entries: dict[str, int] = {}
-        self._durable_entries: dict[str, int] = {}
-        self._pending: list[tuple[str | None, str | None, int]] = []  # name gone, name new, inode
-
-    def overlay(self) -> _Overlay:
-        return _Overlay(
-            open=self._open, write=self._write, fsync=self._fsync, rename=self._rename, unlink=self._unlink
-        )
-
-    def images(self) -> Iterator[dict[str, bytes]]:
-        subsets = chain.from_iterable(
-            combinations(self._pending, count) for count in range(len(self._pending) + 1)
-        )
-        for survived in subsets:
-            entries = dict(self._durable_entries)
-            for gone, new, inode in survived:
-                if gone is not None:
-                    entries.pop(gone, None)
-                if new is not None:
-                    entries[new] = inode
-            yield {name: bytes(self._written[inode]) for name, inode in entries.items()}
-            yield {name: self._durable[inode] for name, inode in entries.items()}
-
-    def _change(self, gone: str | None, new: str | None, inode: int) -> None:
-        if gone is not None:
-            del self._entries[gone]
-        if new is not None:
-            self._entries[new] = inode
-        self._pending.append((gone, new, inode))
-        self._after_each_call(self)
-
-    def _open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        fd = os.open(path, flags, mode, dir_fd=dir_fd)
-        if dir_fd is None:
-            self._fds[fd] = None
-        elif flags & os.O_CREAT:
-            self._fds[fd] = len(self._written)
-            self._written.append(bytearray())
-            self._durable.append(b"")
-            self._change(None, path, len(self._written) - 1)
-        return fd
-
-    def _write(self, fd: int, data: memoryview) -> int:
-        count = os.write(fd, data)
-        inode = self._fds[fd]
-        assert inode is not None
-        self._written[inode] += data[:count]
-        self._after_each_call(self)
-        return count
-
-    def _fsync(self, fd: int) -> None:
-        self._fsyncs += 1
-        if self._fsyncs == self._forget_fsync:
-            return
-        inode = self._fds[fd]
-        if inode is None:
-            self._durable_entries = dict(self._entries)
-            self._pending.clear()
-        else:
-            self._durable[inode] = bytes(self._written[inode])
-        self._after_each_call(self)
-
-    def _rename(self, source: str, target: str, **dir_fds: int) -> None:
-        os.rename(source, target, **dir_fds)
-        self._change(source, target, self._entries[source])
-
-    def _unlink(self, name: str, *, dir_fd: int) -> None:
-        os.unlink(name, dir_fd=dir_fd)
-        self._change(name, None, self._entries[name])
-
-
-SAVES = (10, 20, 30, 40)
-FSYNCS_PER_SAVE = 4
-KEEP = 2
-
-
-def broken_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, forget_fsync: int | None = None
-) -> tuple[list[str], int]:
-    """Cut the power after every call of four saves; returns what was wrong and how many disks were looked at."""
-    promised: list[int] = []
-    begun: list[int] = []
-    broken: list[str] = []
-    seen: set[tuple[int, tuple[tuple[str, bytes], ...]]] = set()
-
-    def cut(disk: Disk) -> None:
-        monkeypatch.undo()
-        for image in disk.images():
-            key = (len(promised), tuple(sorted(image.items())))
-            if key not in seen:
-                seen.add(key)
-                look(image)
-        replace_os(monkeypatch, disk.overlay())
-
-    def look(image: dict[str, bytes]) -> None:
-        directory = tmp_path / f"after-cut-{len(seen)}"
-        directory.mkdir()
-        for name, raw in image.items():
-            (directory / name).write_bytes(raw)
-        files = CheckpointFiles(directory, keep=KEEP, run=RUN)
-        where = f"saved {promised}, begun {begun}, left {sorted(image)}"
-        step, bad = found(files)
-        if bad:
-            broken.append(f"a manifest became visible before its data: {where}")
-        if step not in (promised[-1] if promised else None, begun[-1]):
-            broken.append(f"found {step}: {where}")
-        if sum(verifies(files, step) for step in files.steps()) < min(KEEP, len(promised)):
-            broken.append(f"a good checkpoint is lost: {where}")
-
-    disk = Disk(cut, forget_fsync)
-    files = CheckpointFiles(tmp_path / "live", keep=KEEP, run=RUN)
-    (tmp_path / "live").mkdir()
-    replace_os(monkeypatch, disk.overlay())
-    for step in SAVES:
-        begun.append(step)
-        commit(files, step)
-        promised.append(step)
-        cut(disk)
-    monkeypatch.undo()
-    assert disk._fsyncs == len(SAVES) * FSYNCS_PER_SAVE
-    return broken, len(seen)
-
-
-def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken, looked = broken_promises(tmp_path, monkeypatch)
-    assert broken == []
-    assert looked > 40  # or the cuts did not happen
-
-
-@pytest.mark.parametrize("forgotten", range(1, FSYNCS_PER_SAVE + 1))
-def test_each_fsync_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: int) -> None:
-    broken, _ = broken_promises(tmp_path, monkeypatch, forget_fsync=forgotten)
-    assert broken
 
 
 def test_a_new_directory_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

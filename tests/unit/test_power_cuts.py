@@ -1,13 +1,14 @@
-"""What a power cut may leave of sharded checkpoints: at any moment, and with each fsync forgotten in turn."""
+"""What a power cut may leave of checkpoints: at any moment, and with each fsync forgotten in turn."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -16,14 +17,15 @@ from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownersh
 from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire import files
-from tests.shards import RUN, check, nodes, save_all
+from tests.shards import RUN, check, nodes, permitted, save_all
 
 
 class Disk:
-    """Records what is done to a directory and those below it, and says what a power cut may leave: see
-    `test_checkpoint_files`, whose model it is.
+    """Records what is done to a directory and those below it, and says what a power cut at this moment may leave.
 
-    What no visible manifest names is left out: no reader sees it.
+    The model is the harshest a file system may be: of a file, only what was fsynced is certain and the rest may be
+    there or not; of a directory, each change since its last fsync may have survived, independent of the others. What no
+    visible manifest names is left out: no reader sees it.
     """
 
     def __init__(self, after_each_call: Callable[[Disk], None], forget_fsync: int | None) -> None:
@@ -57,15 +59,18 @@ class Disk:
                         if (match := re.search(r'"file": "([^"]+)"', raw.decode()))
                     }
                 )
-                below = [
-                    self._directories[entries[name]].images() if name in entries else [{}] for name in named
-                ]
-                for chosen in product(*below):
+                named = [name for name in named if name in entries]
+                for chosen in product(*(self._images_of(name, entries[name]) for name in named)):
                     yield root | {
-                        f"{name}/{file}": self._content(inode, whole)
-                        for name, files in zip(named, chosen, strict=True)
-                        for file, inode in files.items()
+                        path: self._content(inode, whole) for files in chosen for path, inode in files.items()
                     }
+
+    def _images_of(self, name: str, inode: int) -> list[dict[str, int]]:
+        """By path, what may be there of a file, or of a directory."""
+        if inode not in self._directories:
+            return [{name: inode}]
+        images = self._directories[inode].images()
+        return [{f"{name}/{file}": one for file, one in image.items()} for image in images]
 
     def _content(self, inode: int, whole: bool) -> bytes:
         return bytes(self._written[inode]) if whole else self._durable[inode]
@@ -179,11 +184,49 @@ class Overlay:
 SAVES = (10, 20, 30, 40)
 KEEP = 2
 RANKS = 2
-FSYNCS_PER_SAVE = RANKS + 5
+
+
+def content(step: int) -> bytes:
+    return f"state after {step} steps ".encode() * 40
+
+
+def save_whole(all_nodes: list[CheckpointFiles], step: int) -> None:
+    def serialize(sink: BinaryIO) -> None:
+        sink.write(content(step))
+
+    files = all_nodes[0]
+    manifest = files.write(step, generation=1, world_size=2, serialize=serialize, may_change=permitted)
+    files.publish(manifest, permitted)
+
+
+def check_any(reader: CheckpointFiles, step: int) -> None:
+    """Raises BadCheckpoint."""
+    checkpoint = reader.open(step)
+    with checkpoint.stream:
+        if checkpoint.manifest.is_sharded:
+            check(reader, checkpoint.manifest)
+        else:
+            assert checkpoint.stream.read() == content(step)
+
+
+@dataclass(frozen=True)
+class Kind:
+    save: Callable[[list[CheckpointFiles], int], object]
+    fsyncs: int
+    fsyncs_of_a_prune: int = 0
+
+    @property
+    def fsync_of_a_prune(self) -> list[int]:
+        """The first of them."""
+        return [(KEEP + 1) * self.fsyncs + 1] if self.fsyncs_of_a_prune else []
+
+
+WHOLE = Kind(save_whole, 4)
+PARTS = Kind(save_all, RANKS + 5, 1)
 
 
 def broken_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, forget_fsync: int | None = None
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, forget_fsync: int | None = None
 ) -> tuple[list[str], int]:
     """Cut the power after every call of four saves; returns what was wrong and how many disks were looked at."""
     promised: list[int] = []
@@ -215,11 +258,11 @@ def broken_promises(
         good = 0
         for step in reader.steps():
             try:
-                checkpoint = reader.open(step)
-                checkpoint.stream.close()
-                check(reader, checkpoint.manifest)
+                check_any(reader, step)
                 good += 1
             except BadCheckpoint as error:
+                if good and kind is WHOLE:
+                    continue  # an older one that was being deleted: no load looks at it
                 broken.append(f"a visible manifest names what is not whole: {error}: {where}")
         newest = max(reader.steps(), default=None)
         if newest not in (promised[-1] if promised else None, begun[-1]):
@@ -233,27 +276,34 @@ def broken_promises(
     replace_os(disk.overlay())
     for step in SAVES:
         begun.append(step)
-        save_all(all_nodes, step)
+        kind.save(all_nodes, step)
         promised.append(step)
         cut(disk)
     monkeypatch.undo()
     prunes = len(SAVES) - KEEP
-    assert disk.fsyncs == len(SAVES) * FSYNCS_PER_SAVE + prunes
+    assert disk.fsyncs == len(SAVES) * kind.fsyncs + prunes * kind.fsyncs_of_a_prune
     return broken, len(seen)
 
 
+@pytest.mark.parametrize("kind", [WHOLE, PARTS], ids=["whole", "parts"])
 def test_a_power_cut_at_any_moment_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    broken, looked = broken_promises(tmp_path, monkeypatch)
+    broken, looked = broken_promises(kind, tmp_path, monkeypatch)
     assert broken == []
     assert looked > 10  # or the cuts did not happen
 
 
-OF_A_SAVE_THAT_PRUNES = (KEEP + 1) * FSYNCS_PER_SAVE + 1
-
-
-@pytest.mark.parametrize("forgotten", [*range(1, FSYNCS_PER_SAVE + 1), OF_A_SAVE_THAT_PRUNES])
-def test_each_fsync_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: int) -> None:
-    broken, _ = broken_promises(tmp_path, monkeypatch, forget_fsync=forgotten)
+@pytest.mark.parametrize(
+    ("kind", "forgotten"),
+    [
+        (kind, number)
+        for kind in (WHOLE, PARTS)
+        for number in (*range(1, kind.fsyncs + 1), *kind.fsync_of_a_prune)
+    ],
+)
+def test_each_fsync_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, forgotten: int
+) -> None:
+    broken, _ = broken_promises(kind, tmp_path, monkeypatch, forget_fsync=forgotten)
     assert broken
