@@ -63,7 +63,7 @@ def test_dcp_reads_a_checkpoint_of_ours(tmp_path: Path) -> None:
         slots = in_slot(tmp_path, str(tmp_path), rank, bytes(raw), header)
         with slots.hold("a") as held:
             write_held(files, Part(attempt, 1, twin_of), slots, held, permitted)
-        tables[rank] = layout.table if twin_of is None else own_rows(layout.table, rank).table
+        tables[rank] = layout.table if twin_of is None else own_rows(layout.table, rank)[0]
     index = metadata_of(tables)
     manifest = commit(
         files, CommitOrder("", 10, 1, RUN.id, attempt, WORLD_SIZE, 1, (), 0.0), index, permitted

@@ -79,7 +79,7 @@ class ShardedSaves:
                 if self._known.get(rank, (b"",))[0] != packed:
                     self._known[rank] = packed, Table.from_bytes(packed)
             tables = {
-                rank: table if first_twins[rank] is None else own_rows(table, rank).table
+                rank: table if first_twins[rank] is None else own_rows(table, rank)[0]
                 for rank, (_, table) in self._known.items()
             }
             self._index = first_twins, metadata_of(tables)

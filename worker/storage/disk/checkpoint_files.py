@@ -393,12 +393,17 @@ def _remove_data(dir_fd: int, name: str) -> None:
 
 def _open_verified(dir_fd: int, manifest: Manifest) -> BufferedReader:
     """See `VerifiedCheckpoint`. Raises OSError, ValueError."""
-    if not manifest.is_sharded:
-        return _verified(dir_fd, manifest.file, FileSum(manifest.size, manifest.sha256))
-    with open_own_directory(manifest.file, dir_fd) as there:
-        files = _files_of(dir_fd, there, manifest)
-        look(there, files)
-        return _verified(there, METADATA_NAME, files[METADATA_NAME])
+    if manifest.is_sharded:
+        with open_own_directory(manifest.file, dir_fd) as there:
+            look(there, _files_of(dir_fd, there, manifest))
+            return open_for_reading(there, METADATA_NAME)
+    stream = open_for_reading(dir_fd, manifest.file)
+    try:
+        _verify(stream, manifest)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def _files_of(dir_fd: int, there: int, manifest: Manifest) -> dict[str, FileSum]:
@@ -407,19 +412,12 @@ def _files_of(dir_fd: int, there: int, manifest: Manifest) -> dict[str, FileSum]
     return old_format.files_of(there, manifest) if files is None else files
 
 
-def _verified(dir_fd: int, name: str, expected: FileSum) -> BufferedReader:
-    """Raises OSError, ValueError."""
-    stream = open_for_reading(dir_fd, name)
-    try:
-        size = os.fstat(stream.fileno()).st_size
-        if size != expected.size:
-            raise ValueError(f"{name}: {size} bytes long, the manifest says {expected.size}")
-        if digest(stream) != expected.sha256:
-            raise ValueError(f"{name}: sha256 differs from the manifest's")
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+def _verify(stream: BufferedReader, manifest: Manifest) -> None:
+    size = os.fstat(stream.fileno()).st_size
+    if size != manifest.size:
+        raise ValueError(f"{size} bytes long, the manifest says {manifest.size}")
+    if digest(stream) != manifest.sha256:
+        raise ValueError("sha256 differs from the manifest's")
 
 
 def digest(stream: BufferedReader | BufferedRandom) -> str:

@@ -14,8 +14,9 @@ from ...wire.files import open_directory
 class _DurableSink:
     """Writes to a descriptor and digests what went by; remembers an OSError that the serializer swallows."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, digests: bool) -> None:
         self._fd = fd
+        self._digests = digests
         self.digest = hashlib.sha256()
         self.size = 0
         self.error: OSError | None = None
@@ -31,7 +32,8 @@ class _DurableSink:
         except OSError as error:
             self.error = error
             raise
-        self.digest.update(data)
+        if self._digests:
+            self.digest.update(data)
         self.size += len(data)
         return len(data)
 
@@ -39,13 +41,18 @@ class _DurableSink:
         """Nothing is buffered here; fsync comes once, at the end."""
 
 
-def write_durably(dir_fd: int, name: str, serialize: Callable[[BinaryIO], object]) -> tuple[str, int]:
-    """Create `name`, let `serialize` fill it, fsync it; returns its sha256 and size. All or no file at all."""
+def write_durably(
+    dir_fd: int, name: str, serialize: Callable[[BinaryIO], object], *, digests: bool = True
+) -> tuple[str, int]:
+    """Create `name`, let `serialize` fill it, fsync it; returns its sha256 and size. All or no file at all.
+
+    Without `digests` the sha256 is not that of the file.
+    """
     # The umask says which users may read checkpoints.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o666, dir_fd=dir_fd)
     try:
-        sink = _DurableSink(fd)
+        sink = _DurableSink(fd, digests=digests)
         try:
             # It has the two methods a serializer needs, of the many that the type promises.
             serialize(cast(BinaryIO, sink))

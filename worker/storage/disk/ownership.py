@@ -140,7 +140,7 @@ class Claim:
 
         False, if `again`: that run has saved more meanwhile, as where no lock shows whether it lives. Load once more.
         """
-        self._loaded = self._loaded if loaded is None else loaded
+        self._loaded = loaded or self._loaded
         try:
             make_directory(self._directory)
             with open_directory(self._directory) as dir_fd:

@@ -206,7 +206,7 @@ def _write(
         )
         sink.write(footers[0].to_bytes())
 
-    write_durably(there, temporary, write)
+    write_durably(there, temporary, write, digests=False)  # the footer has checksums
     try:
         os.rename(temporary, name, src_dir_fd=there, dst_dir_fd=there)
     except BaseException:
@@ -221,44 +221,28 @@ def _write_own(
 ) -> int:
     assert header.shards is not None
     offset, length = header.shards.table
-    own = own_rows(Table.from_bytes(bytes(copy[offset : offset + length])), header.shards.rank)
-    table = own.table.to_bytes()
-    shards = replace(header.shards, table=(own.end, len(table)), common=False)
-    smaller = replace(header, size=own.end + len(table), sums=(), rng_holes=(), shards=shards)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        for begin, count in own.ranges:
-            with copy[begin : begin + count] as archive:
-                yield archive
-            yield bytes(aligned(count) - count)
-        yield table
+    own, places = own_rows(Table.from_bytes(bytes(copy[offset : offset + length])), header.shards.rank)
+    table, end = own.to_bytes(), sum(aligned(count) for _, count in places)
+    shards = replace(header.shards, table=(end, len(table)), common=False)
+    smaller = replace(header, size=end + len(table), sums=(), rng_holes=(), shards=shards)
 
     def pour(sink: BinaryIO) -> None:
-        for chunk in chunks():
-            sink.write(chunk)
+        for begin, count in places:
+            with copy[begin : begin + count] as archive:
+                sink.write(archive)
+            sink.write(bytes(aligned(count) - count))
+        sink.write(table)
 
     return write_part(files, part, smaller, pour, may_change).size
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRows:
+def own_rows(table: Table, rank: int) -> tuple[Table, tuple[tuple[int, int], ...]]:
     """What a rank writes of a copy whose shards a lower rank writes, too: what it has for itself alone.
 
-    In HSDP each replica group has the same shards, and each rank its own random state. `table` is that of the new copy;
-    `ranges` are the places of its archives in the old one, as offset and length.
+    In HSDP each replica group has the same shards, and each rank its own random state. The table of the new copy, and
+    the places of its archives in the old one, as offset and length. A function of the table alone: whoever writes DCP's
+    index finds out the same places.
     """
-
-    table: Table
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def end(self) -> int:
-        """Where the table lies."""
-        return sum(map(aligned, (length for _, length in self.ranges)))
-
-
-def own_rows(table: Table, rank: int) -> OwnRows:
-    """A function of the table alone: whoever writes DCP's index finds out the same places."""
     places: dict[tuple[int, int], int] = {}
     """By its place in the old copy: tensors that are tied have one archive."""
     end = 0
@@ -273,14 +257,11 @@ def own_rows(table: Table, rank: int) -> OwnRows:
             return replace(row, begin=begin, data=begin + row.data - row.begin)
         return replace(row, begin=begin)
 
-    shards = tuple(moved(row) for row in table.shards if _is_of(rank, row.key))
-    values = tuple(moved(row) for row in table.values if _is_of(rank, row.key))
-    paths = {key: path for key, path in table.paths.items() if _is_of(rank, key)}
-    return OwnRows(Table(shards, values, paths), tuple(places))
-
-
-def _is_of(rank: int, key: str) -> bool:
-    return key.startswith(own_key(rank, ""))
+    prefix = own_key(rank, "")
+    shards = tuple(moved(row) for row in table.shards if row.key.startswith(prefix))
+    values = tuple(moved(row) for row in table.values if row.key.startswith(prefix))
+    paths = {key: path for key, path in table.paths.items() if key.startswith(prefix)}
+    return Table(shards, values, paths), tuple(places)
 
 
 class _Summing:
