@@ -42,13 +42,12 @@ from ...wire.files import open_directory, read_whole, remove, seal, unseal
 from ...wire.messages import RunName
 from ...wire.run import Run
 from .durable import make_directory, write_durably
-from .manifests import TEMPORARY_NAME, Manifest, readable_manifests
+from .manifests import SCHEMA, TEMPORARY_NAME, Manifest, readable_manifests
 
 logger = logging.getLogger(__name__)
 
 OWNER_NAME = "owner.json"
 LOCK_NAME = "owner.lock"
-SCHEMA = 2
 MOST_FORMER_RUNS = 64
 """Of which the newest steps count: what more of them have left stays."""
 _MOST_BYTES = 64 << 10
