@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_agent.pool.records import JobResult, Outcome, Plan
-from elastic_agent.pool.schedule import MOST_AT_ONCE, Decision
+from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, Pool, PoolNode
+from elastic_agent.pool.schedule import MOST_AT_ONCE, Decision, decide
 from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete
 
 
@@ -16,6 +16,14 @@ def test_of_a_forgotten_job_nothing_is_left_in_the_store() -> None:
 def test_no_result_takes_the_place_of_another() -> None:
     result = JobResult("j", Outcome.FAILED, "", 1, 1, None, 0.0, ())
     assert Compare("results/j", 0) in Decision(Plan(), (result,)).compares
+
+
+def test_a_job_begins_only_while_it_has_no_result() -> None:
+    """Also where the store has not told of that yet."""
+    job = Job("j", "j", (), ("t.py",), {}, "/", 1, 1, 0.0, "u@h")
+    decision = decide(Pool((PoolNode("a", "a1"),), (job,)), 0.0)
+    assert decision is not None
+    assert Compare("results/j", 0) in decision.compares
 
 
 def test_the_largest_step_is_one_transaction_for_etcd() -> None:
