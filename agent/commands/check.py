@@ -55,6 +55,7 @@ from ...rendezvous.store.interface import Put, ScopedStore, Store
 from ...rendezvous.store.wire import check_of
 from ...rendezvous.text import counted
 from ...threads import Thread
+from ...worker.wire.environment import WorkerEnv
 from ..common.exits import CannotDo, ExitCode
 from ..common.ports import PortRange, bind_listener
 from ..configuration.config import NO_FILES, Command, Config, ConfigError, LogConfig, Problem
@@ -312,7 +313,7 @@ def work(folder: Path, environ: Mapping[str, str]) -> None:
         )
         parts.callback(answers.shutdown, socket.SHUT_RDWR)
         Thread(lambda: serve(answers, facts.token), "check-server").start()
-        generation = ScopedStore(store, f"check/{environ['ELASTIC_AGENT_GENERATION']}/")
+        generation = ScopedStore(store, f"check/{WorkerEnv.of(environ).generation}/")
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         report = NodesCheck(generation, rank, size, folder / "seen").run(facts, hosts, task["wanted"])
         (folder / "report").write_text(_REPORT.encode(report))
