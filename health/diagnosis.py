@@ -331,7 +331,7 @@ def _named(
 
 def _what(one: RankReport, *, own: bool = False) -> str:
     """
-    >>> _what(RankState(0, RankActivity.IN_COLLECTIVE, collective="barrier"))
+    >>> _what(RankReport(0, RankActivity.IN_COLLECTIVE, collective="barrier"))
     'in barrier'
     """
     if one.doing is RankActivity.IN_COLLECTIVE and one.collective:

@@ -1,6 +1,6 @@
 """The memory server: a process of the agent that serves this node's copies to other nodes, and brings them there.
 
-`memory_server` starts it through `shim`, so that it dies with the agent. Its standard input is a listening UNIX socket,
+`processes` starts it through `shim`, so that it dies with the agent. Its standard input is a listening UNIX socket,
 over which this node's workers send orders (`worker/storage/replication/messages.py`); another listening socket is for
 other nodes, over TCP. It ignores SIGTERM: a service manager sends that to all at once, and nodes that go on need what
 is here until the agent ends.

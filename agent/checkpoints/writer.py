@@ -1,6 +1,6 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
-`disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
+`processes` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
 which workers send orders (`worker/storage/disk/async_save.py`). An order outlives the rank that gave it; its outcome is
 sent to that rank, and to the agent as a report; before anything becomes visible the agent's commit fence is asked
 whether the generation that ordered it is still the present one.

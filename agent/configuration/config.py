@@ -135,7 +135,7 @@ LOG_FORMAT: Option[LogFormat] = LOGS.option(
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """The input of `worker_spec.output_routes`, and the form of the agent's own log."""
+    """Where workers' output goes, and the form of the agent's own log."""
 
     directory: Path | None = LOG_DIR.field()
     """Below it are the files of workers; None: in the temporary directory, if `wants_files`, else there are none;

@@ -477,7 +477,7 @@ MOST_CHARS = 256 * 1024
 
 def one_line(state: RankReport) -> str:
     """
-    >>> one_line(RankState(3, RankActivity.WAITS, 7, where="train.py:9 in step"))
+    >>> one_line(RankReport(3, RankActivity.WAITS, 7, where="train.py:9 in step"))
     'rank 3: waits, train.py:9 in step, step 7'
     """
     parts = [
