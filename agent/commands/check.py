@@ -134,9 +134,11 @@ def _work(_: str, command_line: Settings) -> int:
         findings, whole = report.findings, counted(len(report.nodes), "node")
     seconds = time.monotonic() - began_at
     if command_line[JSON].value:
-        print(as_json(name, findings, report, seconds))
+        shown = as_json(name, findings, report, seconds)
     else:
-        print("\n".join(table(whole, findings, seconds, shutil.get_terminal_size((_WIDEST, 24)).columns)))
+        width = shutil.get_terminal_size((_WIDEST, 24)).columns
+        shown = "\n".join(table(whole, findings, seconds, width))
+    print(shown, flush=True)
     return ExitCode.FAILED if worst(findings) is Outcome.FAIL else ExitCode.SUCCESS
 
 
@@ -152,7 +154,10 @@ def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config
         config = replace(config, nodes=NodeCounts(count, count))
     machine = inspect_machine(config, environ, resources=False)
     if count is not None and isinstance(machine.network, NotReady):
-        machine = replace(machine, network=wait_for_network(config))
+        wait_s = command_line[WAIT].value
+        _say(f"elastic-agent check: waiting up to {wait_s:g} s (--wait) for {machine.network.missing}")
+        bounded = replace(config, rendezvous=replace(config.rendezvous, join_timeout_s=wait_s))
+        machine = replace(machine, network=wait_for_network(bounded))
     return config, machine, resolved.warnings
 
 
@@ -246,6 +251,7 @@ def run_job(
         preload=(),
         rendezvous=place,
         node_id=facts.node,
+        http_address=None,  # a job that runs here may have it
         check="off",
         max_restarts=2,
         timeouts=TimeoutConfig(hang=None),
@@ -259,14 +265,15 @@ def run_job(
         "facts": _FACTS.encode(facts),
     }
     # The agent makes the standard output of this process its own.
-    printed = open(os.dup(STDOUT), "w", errors="backslashreplace")  # noqa: SIM115
+    printed, stderr = open(os.dup(STDOUT), "w", errors="backslashreplace"), sys.stderr  # noqa: SIM115
     with tempfile.TemporaryDirectory(prefix="elastic-agent-check-") as folder:
         Path(folder, "task").write_text(json.dumps(task))
         os.environ[FOLDER] = folder
         _forget(place)
         code = run(job, replace(machine, placed=machine.placed[:1]))
-        _forget(place)
-        sys.stdout, sys.stderr = printed, sys.__stderr__
+        if code != ExitCode.NO_ANSWER:
+            _forget(place)
+        sys.stdout, sys.stderr = printed, stderr
         report = Path(folder, "report")
         if report.exists():
             return _REPORT.decode(report.read_text())

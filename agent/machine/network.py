@@ -362,7 +362,7 @@ def wait_for_network(config: Config, sleep: Callable[[float], None] = time.sleep
         if isinstance(found, Network):
             return found
         if time.monotonic() >= give_up_at:
-            waited = f"waited {within_s:g} s (--join-timeout) for {found.missing}"
+            waited = f"waited {within_s:g} s for {found.missing}"
             raise CannotStart(ExitCode.NO_NETWORK, f"{waited}: {found.advice}")
         if found.missing != logged:
             logged = found.missing
