@@ -19,7 +19,7 @@ from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownersh
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
-from elastic_agent.worker.wire.files import checksum, seal_fields
+from elastic_agent.worker.wire.files import checksum, seal, seal_fields
 from elastic_agent.worker.wire.run import Run, this_run
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
@@ -128,6 +128,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_owner_is_read_as_it_was_written() -> None:
     assert Ownership.from_json(OWNER.to_json()) == OWNER
+    assert Ownership.from_json(seal(2, OWNER)) == OWNER, "that of the version before is read, too"
 
 
 OWNER = Ownership(A, {"run-b": 7})

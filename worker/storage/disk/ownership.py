@@ -42,7 +42,7 @@ from ...wire.files import open_directory, read_whole, remove, seal, unseal
 from ...wire.messages import RunName
 from ...wire.run import Run
 from .durable import make_directory, write_durably
-from .manifests import SCHEMA, TEMPORARY_NAME, Manifest, readable_manifests
+from .manifests import OLD_SCHEMA, SCHEMA, TEMPORARY_NAME, Manifest, readable_manifests
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Ownership(Checked):
     @classmethod
     def from_json(cls, raw: bytes) -> Ownership:
         """Raises Invalid."""
-        return from_plain(cls, unseal(raw, "owner", SCHEMA)[1])
+        return from_plain(cls, unseal(raw, "owner", OLD_SCHEMA, SCHEMA)[1])
 
 
 class Claim:

@@ -8,8 +8,8 @@
 
 A part is the very bytes of the rank's copy in memory (see `table`), and behind them, where DCP does not look, a footer:
 what the copy is, and the checksums of its pieces. The manifest lists each file's size with a sha256 of the footer, of
-`.metadata` of all of it. So it vouches for every byte, and is one line for each rank. A copy is verified as it is read,
-piece by piece: no rank reads more of another rank's file than it needs.
+`.metadata` of all of it. It is one line for each rank. A copy is verified as it is read, piece by piece: no rank reads
+more of another rank's file than it needs. Of `.metadata`, which no load here reads, a load looks at the size alone.
 
 A rank whose shards another one has too, a *twin*, writes only what it has for itself (see `parts`).
 """
