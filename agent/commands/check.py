@@ -96,7 +96,7 @@ NODES: Option[int | None] = OWN_OPTIONS.option(
 WAIT: Option[float] = OWN_OPTIONS.option(
     "wait",
     duration(0.0),
-    "with --nodes: how long to wait for the store, and then for the other nodes",
+    "with --nodes: how long to wait for another node after the last one that came",
     default="60s",
     sources=OptionSource.CLI,
 )
