@@ -74,6 +74,8 @@ SILENT_S = 3.0
 OPENING_GIVEN_UP_S = 30.0
 """A connection that hangs this long while it is made is left alone, and another one tried."""
 
+PROBE_AGAIN_S = 0.5  # while a connection is made
+
 R = TypeVar("R")
 
 
@@ -240,7 +242,7 @@ class C10dStore(Store):
                 return self._link
             opening = self._start_opening()
         try:
-            return opening.link.result(max(0.0, deadline - time.monotonic()))
+            return self._wait_for(opening, deadline)
         except FutureTimeout as error:
             if not opening.accepted.is_set():
                 raise StoreUnavailable(
@@ -259,6 +261,21 @@ class C10dStore(Store):
             ) from error
         except StoreError as error:  # a new one for each thread that waited for the same link
             raise type(error)(str(error)) from error
+
+    def _wait_for(self, opening: _Opening, deadline: float) -> Link:
+        """If the host ends just after it took the connection, torch tries for 15 s or more: probe the port again."""
+        while True:
+            try:
+                return opening.link.result(max(0.0, min(deadline - time.monotonic(), PROBE_AGAIN_S)))
+            except FutureTimeout:
+                if time.monotonic() >= deadline:
+                    raise
+            try:
+                if opening.accepted.is_set():
+                    probe_port(self._address, self._port, self._request_timeout_s)
+            except PortClosed:
+                self._opening = None
+                raise
 
     def _start_opening(self) -> _Opening:
         """Under the lock. At most one at a time is waited for."""

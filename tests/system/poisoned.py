@@ -27,6 +27,7 @@ def main(folder: Path, where: str) -> None:
     done = checkpoints.load()
     with open(folder / f"loaded-{dist.get_rank()}", "a") as told:
         print(json.dumps([GENERATION, done]), file=told, flush=True)
+    dist.barrier()  # who finds the state broken ends the others: each must have told first
     while done < 8:
         if weights["w"].isnan().any():
             raise ValueError("the weights are not numbers")
