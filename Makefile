@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint size types check format sim docs frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
+.PHONY: help demo demo-daemon test quick lint size types check format sim docs tables frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -74,6 +74,9 @@ docs:  ## the documentation as a site, in build/site; fails for a link that lead
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1' ruff
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+tables: $(READY)  ## write the tables of the pages anew from the code's own: options, exit codes, metrics, causes
+	$(BIN)/python -m docs.tables
 
 # In a virtual environment of its own, too: users need none of these libraries.
 FRAMEWORKS := build/frameworks-venv

@@ -28,8 +28,6 @@ def ended(
     return PostMortem("a", 1, 0, 0, returncode, report, log_tail=log_tail, oom_killed=oom, **more)
 
 
-RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
-
 DIST = "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
 GLOO = "RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 ACCELERATOR = "torch.AcceleratorError: CUDA error: "
@@ -291,17 +289,6 @@ def test_every_row_is_matched_by_something_above() -> None:
         if (c.also or c.raises or c.says or c.signals) and not re.search(rf'\(\s*"{c.name}"', module)
     }
     assert not missing
-
-
-def test_the_documented_causes_are_the_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([\w-]+)([^|]*) \| (.+) \|$", RUNBOOK.read_text(), re.MULTILINE)
-
-    def marks(name: str) -> str:
-        cause = TABLE.named(name)
-        return ", collateral" * cause.collateral + ", from outside" * cause.outside
-
-    documented = [(name, action, mark, hint) for name, action, mark, hint in rows]
-    assert documented == [(cause.name, cause.action.value, marks(cause.name), cause.hint) for cause in CAUSES]
 
 
 @pytest.mark.parametrize(

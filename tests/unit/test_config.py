@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import PortRange
-from elastic_agent.agent.configuration.config import GROUPS, OPTIONS, Command, Config, ConfigError, LogConfig
+from elastic_agent.agent.configuration.config import OPTIONS, Command, Config, ConfigError, LogConfig
 from elastic_agent.agent.configuration.derive import Resolved, resolve, resolve_daemon, resolve_pool
 from elastic_agent.agent.configuration.load import (
     IGNORED_RDZV_CONF_KEYS,
@@ -32,8 +31,6 @@ from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfi
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 # option: (a text that differs from the default, where it lands in Config, the value expected there)
 LANDINGS: dict[str, tuple[str, str, object]] = {
@@ -682,34 +679,6 @@ def test_the_origin_of_every_printed_setting_is_named(script: str) -> None:
     assert origins["join-timeout"] == "default"
     given = ["script", "args", "min-nodes", "max-nodes", "lease-ttl"]
     assert list(origins)[: len(given)] == given, "what the user has set is seen first"
-
-
-def option_row(option: Option[object]) -> str:
-    flags = [] if OptionSource.CLI not in option.sources else [f"--{name}" for name in option.names]
-    names = ", ".join(f"`{name}`" for name in [*filter(None, [option.short]), *flags] or [option.name])
-    places = [
-        ("file", OptionSource.FILE),
-        ("environment", OptionSource.ENV),
-        ("command line", OptionSource.CLI),
-    ]
-    where = ", ".join(word for word, place in places if place in option.sources)
-    where = "all" if option.sources == OptionSource.ALL else where
-    default = f"`{option.default}`" if option.default else ""
-    return f"| {names} | {option.parser.expects} | {default} | {where} | {option.help} |"
-
-
-def test_the_documented_options_are_the_options() -> None:
-    heading = "| option | value | default | where | meaning |"
-    tables = [
-        "\n".join([f"### {group.title}", "", heading, "|---|---|---|---|---|", *map(option_row, group)])
-        for group in GROUPS
-    ]
-    assert "\n\n".join(tables) in DOCUMENT.read_text()
-
-
-def test_the_documented_exit_codes_are_the_exit_codes() -> None:
-    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ExitCode]
-    assert "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""]) in DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import subprocess
 import sys
@@ -26,12 +25,9 @@ from elastic_agent.health.metrics import (
     STATES,
     Build,
     Gauge,
-    Histogram,
     Metrics,
 )
-from elastic_agent.pool.pages import PoolMetrics
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
 
 
@@ -63,32 +59,6 @@ def test_the_labels_of_hangs_are_those_of_the_detector() -> None:
     stalls: list[Any] = [None, object()]
     found = {detector.HangDetector.state(watch, stall) for watch, stall in product(watches, stalls)}
     assert found == set(HANG_STATES)
-
-
-def test_the_documented_table_is_the_code() -> None:
-    documented = re.findall(
-        r"^\| `(\S+)` \| (\w+) \| (?:`(.*?)`)? ?\| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE
-    )
-
-    def labels_cell(labels: dict[str, tuple[str, ...]]) -> str:
-        free = {"local_rank", *VERSION_LABELS}
-        return "; ".join(
-            label if label in free else f"{label}={{{','.join(values)}}}" for label, values in labels.items()
-        )
-
-    assert documented == [
-        (PREFIX + family.name, family.kind, labels_cell(family.labels), family.help_text)
-        for family in (*new_metrics(causes=["..."]).families, *PoolMetrics("pool", "a").families)
-    ]
-
-
-def test_the_documented_buckets_are_the_code() -> None:
-    documented: dict[str, tuple[float, ...]] = {}
-    for bounds, names in re.findall(r"^\| ([\d. ]+) \| (`.*`) \|$", DOCUMENT.read_text(), re.MULTILINE):
-        for name in re.findall(r"`(\w+)`", names):
-            documented[name] = tuple(float(bound) for bound in bounds.split())
-    histograms = [family for family in new_metrics().families if isinstance(family, Histogram)]
-    assert documented == {histogram.name: histogram.buckets for histogram in histograms}
 
 
 def test_an_attribute_is_named_like_its_metric() -> None:

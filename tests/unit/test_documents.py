@@ -1,0 +1,43 @@
+"""The pages' tables are what `docs/tables.py` makes of the code's, and the pages' diffs are those of the examples."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.tables import PAGES, TABLES, with_tables
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_code(page: Path) -> None:
+    text = page.read_text()
+    assert text == with_tables(text), "make tables"
+
+
+def test_each_table_is_on_one_page() -> None:
+    named = re.findall(r"<!-- table: (\S+) -->", "\n".join(page.read_text() for page in PAGES))
+    assert sorted(named) == sorted(TABLES)
+
+
+def test_a_table_that_differs_is_seen() -> None:
+    page = "<!-- table: exit-codes -->\n\n| 0 | LUCK |\n\n<!-- end -->\n"
+    assert "| 0 | SUCCESS |" in with_tables(page)
+    assert "LUCK" not in with_tables(page)
+
+
+def code(name: str) -> list[str]:
+    """The lines of an example without its docstring."""
+    return (ROOT / "examples" / name).read_text().split('"""\n', 1)[1].splitlines()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0, "ddp"), (1, "fsdp")])
+def test_the_page_shows_what_the_library_changes_in_a_plain_script(number: int, kind: str) -> None:
+    whole = difflib.unified_diff(code(f"plain_{kind}.py"), code(f"elastic_{kind}.py"), n=1, lineterm="")
+    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/worker.md").read_text(), re.DOTALL)
+    expected = [line for line in whole if not line.startswith(("---", "+++"))]
+    assert shown[number : number + 1] == ["".join(f"{line}\n" for line in expected)], "\n".join(expected)
