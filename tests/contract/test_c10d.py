@@ -416,7 +416,9 @@ def test_something_else_that_listens_is_said_in_time(openings_end: None, other: 
     server.socket.close()
 
 
-def test_a_host_that_ends_while_a_connection_is_made_is_not_called_another_program(openings_end: None) -> None:
+def test_a_host_that_ends_while_a_connection_is_made_is_not_called_another_program(
+    openings_end: None,
+) -> None:
     """torch goes on trying at the closed port, for longer than anybody waits."""
     listener = socket.create_server((ADDRESS, 0))
     port = listener.getsockname()[1]
