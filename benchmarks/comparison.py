@@ -1,6 +1,6 @@
 """What becomes of a job under torchrun and under elastic-agent, with the same words on the command line.
 
-    python benchmarks/comparison.py             all rows of docs/comparison.md
+    python benchmarks/comparison.py             all rows of docs/migrating.md
     python benchmarks/comparison.py lost-node   one of them
 
 Every agent is a node of its own by name, on this machine. The commands are printed as they are run.

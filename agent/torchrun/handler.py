@@ -60,7 +60,7 @@ BACKEND = "etcd-v3"
 """The entry point's name: torch refuses a handler that calls itself otherwise."""
 
 OURS_IN_TORCHRUN = (
-    "under torchrun an option such as --etcd-ca FILE is --rdzv-conf ca=FILE: see docs/torchrun.md"
+    "under torchrun an option such as --etcd-ca FILE is --rdzv-conf ca=FILE: see docs/migrating.md"
 )
 
 MEET_S = 60.0

@@ -1,6 +1,6 @@
 """What torch asks of its own agent and launcher in their tests, asked of ours, where no other test does.
 
-`tests/torch_cases.md` lists torch's cases with the test of ours for each; `docs/comparison.md` shows which of them
+`tests/torch_cases.md` lists torch's cases with the test of ours for each; `docs/migrating.md` shows which of them
 torchrun fails.
 """
 

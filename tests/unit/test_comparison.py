@@ -8,7 +8,7 @@ from pathlib import Path
 from comparison import ROWS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/comparison.md"
+PAGE = ROOT / "docs/migrating.md"
 CASES = ROOT / "tests/torch_cases.md"
 
 

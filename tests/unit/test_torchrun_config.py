@@ -14,7 +14,7 @@ from elastic_agent.agent.configuration.rendezvous import EtcdConfig
 from elastic_agent.agent.torchrun.handler import read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "torchrun.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
 def read(endpoint: str = "localhost", run_id: str = "job", **conf: object) -> Config:
