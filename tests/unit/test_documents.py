@@ -35,9 +35,8 @@ def code(name: str) -> list[str]:
     return (ROOT / "examples" / name).read_text().split('"""\n', 1)[1].splitlines()
 
 
-@pytest.mark.parametrize(("number", "kind"), [(0, "ddp"), (1, "fsdp")])
-def test_the_page_shows_what_the_library_changes_in_a_plain_script(number: int, kind: str) -> None:
-    whole = difflib.unified_diff(code(f"plain_{kind}.py"), code(f"elastic_{kind}.py"), n=1, lineterm="")
-    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/worker.md").read_text(), re.DOTALL)
-    expected = [line for line in whole if not line.startswith(("---", "+++"))]
-    assert shown[number : number + 1] == ["".join(f"{line}\n" for line in expected)], "\n".join(expected)
+def test_the_page_shows_what_the_library_changes_in_a_plain_script() -> None:
+    whole = difflib.unified_diff(code("plain_ddp.py"), code("elastic_ddp.py"), n=1, lineterm="")
+    shown = re.search(r"```diff\n(.*?)```", (ROOT / "docs/worker.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert shown[1].splitlines() == [line for line in whole if not line.startswith(("---", "+++"))]
