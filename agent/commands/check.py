@@ -80,7 +80,7 @@ usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
 
 Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, --log-dir, limits,
 and name resolution. Starts nothing and leaves nothing. The same checks run before each join: see --check in
-elastic-agent --help, and docs/checks.md.
+elastic-agent --help, and docs/status.md.
 With --nodes, started on every node, it runs a job of its own, whose workers try each other; all print its report.
 """
 
