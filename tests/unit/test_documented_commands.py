@@ -74,8 +74,6 @@ def test_there_are_many() -> None:
     assert {page.name for page, _ in FOUND} >= {
         "README.md",
         "deploy.md",
-        "install.md",
-        "slurm.md",
         "pool.md",
         "status.md",
     }

@@ -1,4 +1,4 @@
-"""The batch scripts of `deploy/slurm`, and what `docs/slurm.md` says of exit codes: both follow the table of codes."""
+"""The batch scripts of `deploy/slurm`, and what `docs/deploy.md` says of exit codes: both follow the table of codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_script_requeues_what_another_start_can_help() -> None:
 
 
 def test_the_document_has_each_code_once() -> None:
-    section = (ROOT / "docs" / "slurm.md").read_text().partition("## Exit codes and requeue")[2]
+    section = (ROOT / "docs" / "deploy.md").read_text().partition("### Slurm: exit codes and requeue")[2]
     rows = re.findall(r"^\| ([0-9, ]+) \| (yes|no|if Slurm wanted it) \|", section, flags=re.MULTILINE)
     found = {(int(code), answer) for codes, answer in rows for code in codes.split(",")}
     answers = {
