@@ -1,7 +1,8 @@
-"""The pages' tables are what `docs/tables.py` makes of the code's, and the pages' diffs are those of the examples."""
+"""What the pages take from the code is as the code has it: tables, the diff of two examples, lines of the log."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from pathlib import Path
@@ -40,3 +41,19 @@ def test_the_page_shows_what_the_library_changes_in_a_plain_script() -> None:
     shown = re.search(r"```diff\n(.*?)```", (ROOT / "docs/worker.md").read_text(), re.DOTALL)
     assert shown is not None
     assert shown[1].splitlines() == [line for line in whole if not line.startswith(("---", "+++"))]
+
+
+def texts(folder: str) -> set[str]:
+    """All that the modules of a folder may say, without the values in it."""
+    nodes = (node for file in (ROOT / folder).rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_the_runbook_quotes_lines_that_are_written() -> None:
+    """Who meets one at night looks it up as it is: `...` stands for a value."""
+    page = (ROOT / "docs/runbook.md").read_text().partition("\n## Log lines\n")[2].partition("\n## Causes")[0]
+    quoted = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^\| (`.+?) \| ", page, re.MULTILINE)))
+    longest = [max(line.split("..."), key=len).strip(" ,:;").removeprefix("waiting: ") for line in quoted]
+    said = set[str]().union(*map(texts, ("agent", "rendezvous", "worker")))
+    assert len(longest) > 15
+    assert [part for part in longest if not any(part in text for text in said)] == []
