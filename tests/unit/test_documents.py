@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from docs.tables import PAGES, TABLES, with_tables
+from elastic_agent.agent.common.exits import ExitCode
+from tests.names import ONLY_OF_COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +59,10 @@ def test_the_runbook_quotes_lines_that_are_written() -> None:
     said = set[str]().union(*map(texts, ("agent", "rendezvous", "worker")))
     assert len(longest) > 15
     assert [part for part in longest if not any(part in text for text in said)] == []
+
+
+def test_the_runbook_says_what_to_do_about_each_exit_code() -> None:
+    section = (ROOT / "docs/runbook.md").read_text().partition("\n## Exit codes\n")[2].partition("\n## ")[0]
+    codes = ",".join(re.findall(r"^\| ([0-9, ]+) \| ", section, re.MULTILINE)).split(",")
+    asked = {ExitCode.SUCCESS, ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM}
+    assert sorted(map(int, codes)) == sorted(set(ExitCode) - ONLY_OF_COMMANDS - asked)
