@@ -12,7 +12,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
-from tests.io_threads import settle_io, started_io
+from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 
 GPUS = ("0000:3b:00.0", "0000:40:00.0")
@@ -70,11 +70,6 @@ def ready(bench: Bench) -> Bench:
     assert bench.answer()
     bench.gpus.generation_begins()
     return bench
-
-
-def test_healthy_gpus_have_no_faults(ready: Bench) -> None:
-    ready.fail()
-    assert not ready.faults
 
 
 @pytest.mark.parametrize(
@@ -166,17 +161,6 @@ def test_a_reader_that_dies_ends_the_wait_and_is_said_once(
     assert caplog.text.count("the process that asks NVML has ended") == 1
 
 
-@pytest.mark.parametrize(("says", "said"), [("init 9", "Driver Not Loaded"), ("print 1", "")])
-def test_an_nvml_that_does_not_start_is_said(
-    bench: Bench, library: FakeLibrary, says: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What a library of the driver prints is no answer."""
-    library.says(says)
-    bench.start()
-    assert bench.answer() == (not said)
-    assert (said in caplog.text) if said else not caplog.text
-
-
 def test_a_machine_without_the_drivers_library_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,13 +171,3 @@ def test_a_machine_without_the_drivers_library_says_nothing(
     assert not made.gpus.waiting
     made.reader.close()
     assert "in time" not in caplog.text
-
-
-def test_without_gpus_no_process_is_started() -> None:
-    made = Bench({}, ())
-    made.start()
-    made.gpus.worker_failed()
-    assert not made.gpus.waiting
-    assert not made.reader.pids
-    settle_io()
-    assert made.events.empty()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -129,10 +128,6 @@ def headers(body: bytes, content_type: str = "text/plain; charset=utf-8") -> dic
 # What is served.
 
 
-def test_metrics_are_served_with_their_content_type(server: HealthServer) -> None:
-    assert_answers(server)
-
-
 def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,10 +144,6 @@ def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(
             agent.now_s = moment
             assert [get(server, "/metrics")[2] for _ in range(3)] == [expected] * 3
     assert rendered == [7.0, 7.6]
-
-
-def test_a_query_does_not_change_the_path(server: HealthServer) -> None:
-    assert get(server, "/metrics?name=up")[2] == b"up 1\n"
 
 
 def test_a_probe_answers_200_or_503_with_the_reason(server: HealthServer, agent: Agent) -> None:
@@ -182,27 +173,6 @@ def test_other_paths_are_not_found(server: HealthServer, path: str) -> None:
     assert (status, body) == (404, b"404 Not Found: try /metrics, /healthz, /readyz, /node\n")
 
 
-def test_a_page_larger_than_the_socket_buffers_arrives_whole(server: HealthServer, agent: Agent) -> None:
-    page = bytes(range(256)) * 64 * 1024
-    agent.page = lambda: page
-    assert get(server, "/metrics")[2] == page
-
-
-def test_a_request_in_single_bytes_is_answered(server: HealthServer) -> None:
-    with connect(server) as client:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in b"GET /healthz HTTP/1.1\r\n\r\n":
-            client.sendall(bytes([byte]))
-        assert status(read_all(client)) == 200
-
-
-def test_a_client_that_has_finished_sending_is_still_answered(server: HealthServer) -> None:
-    with connect(server) as client:
-        client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-        client.shutdown(socket.SHUT_WR)
-        assert status(read_all(client)) == 200
-
-
 # What is broken.
 
 
@@ -225,13 +195,6 @@ def test_a_garbage_request_line_gets_no_page(server: HealthServer, request_line:
     assert_answers(server)
 
 
-def test_half_a_request_is_a_bad_request(server: HealthServer) -> None:
-    with connect(server) as client:
-        client.sendall(b"GET /metrics HT")
-        client.shutdown(socket.SHUT_WR)
-        assert status(read_all(client)) == 400
-
-
 def test_a_client_that_leaves_or_resets_in_the_middle_harms_no_other(server: HealthServer) -> None:
     for request in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n\r\n"):
         for linger in (b"\0" * 8, b"\1\0\0\0\0\0\0\0"):  # closed with a FIN, closed with a RST
@@ -239,29 +202,6 @@ def test_a_client_that_leaves_or_resets_in_the_middle_harms_no_other(server: Hea
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 client.sendall(request)
     assert_answers(server)
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        pytest.param(b"G" * 70_000, id="70 kB line without an end"),
-        pytest.param(b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", id="70 kB line"),
-        pytest.param(b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 10_000 + b"\r\n", id="10,000 headers"),
-    ],
-)
-def test_a_head_beyond_the_limit_harms_no_other(server: HealthServer, request_bytes: bytes) -> None:
-    with contextlib.suppress(OSError):
-        assert status(exchange(server, request_bytes)) in (414, 431)
-    assert_answers(server)
-
-
-def test_a_client_that_never_stops_sending_is_cut_off(server: HealthServer) -> None:
-    def send_for_ever(client: socket.socket) -> None:
-        while True:
-            client.sendall(b"\x00" * 65536)
-
-    with connect(server) as client, pytest.raises((ConnectionResetError, BrokenPipeError)):
-        send_for_ever(client)
 
 
 def test_a_raising_callback_is_a_logged_500_and_the_server_lives_on(
@@ -358,40 +298,6 @@ def test_500_silent_clients_hold_32_places_and_keep_no_other_out(server: HealthS
         assert_answers(server)
 
 
-def test_500_garbage_clients_keep_no_other_out(server: HealthServer) -> None:
-    with ExitStack() as crowd:
-        for number in range(500):
-            client = crowd.enter_context(connect(server))
-            client.sendall([b"\x16\x03\x01\x00", b"GET /", b"\r\n\r\n", b"x" * 9000][number % 4])
-            if number % 50 == 0:
-                assert_answers(server)
-        assert_answers(server)
-
-
-def test_memory_does_not_grow_with_garbage(server: HealthServer) -> None:
-    def resident_bytes() -> int:
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    block = b"\x00" * 65536
-
-    def send_garbage(blocks: int) -> None:
-        with connect(server) as client:
-            try:
-                for _ in range(blocks):
-                    client.sendall(block)
-            except (ConnectionResetError, BrokenPipeError):
-                pass
-
-    send_garbage(1024)
-    before = resident_bytes()
-    for _ in range(200):
-        send_garbage(8)
-    send_garbage(1024)
-    assert_answers(server)
-    assert resident_bytes() - before < 10_000_000
-
-
 # Its own life.
 
 
@@ -413,16 +319,6 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
     wait_until(
         lambda: len(os.listdir("/proc/self/fd")) == descriptors, "the threads of its clients have ended"
     )
-
-
-def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
-    listener = listening_socket()
-    server = HealthServer(
-        listener, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages)
-    )
-    server.close()
-    server.close()
-    assert listener.fileno() == -1
 
 
 def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
@@ -605,21 +501,6 @@ def test_who_asks_for_a_page_while_it_is_made_gets_the_one_before(agent: Agent, 
         disk.answers.set()
         making.join()
     assert page(PageRequest({})) is not before
-
-
-def test_a_slow_page_whose_reader_has_gone_is_made_for_no_one(slow: HealthServer, disk: Disk) -> None:
-    ask_slow(slow).close()
-    wait_until(lambda: len(disk.asked) == 1, "it is asked")
-    disk.answers.set()
-    wait_until(lambda: get(slow, "/logs")[0] == 200, "the next one is answered")
-
-
-def test_a_slow_page_that_fails_is_an_error_of_its_own(
-    slow: HealthServer, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk.asked = None  # type: ignore[assignment]
-    assert get(slow, "/logs")[0] == 500
-    assert "cannot answer: path=/logs" in caplog.text
 
 
 # --- Pages that look at what is asked

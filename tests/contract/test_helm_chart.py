@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import OPTIONS
-from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.parse import OptionSource
 from elastic_agent.agent.configuration.stopping import whole_stop_s
 from elastic_agent.agent.main.run import HOST_LINGERS_S
@@ -63,17 +61,7 @@ def arguments(case: str) -> list[str]:
     return words
 
 
-def default_values() -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-    return values
-
-
 # --- By helm and by Kubernetes
-
-
-def test_there_are_cases_of_every_kind() -> None:
-    kinds = {manifest["kind"] for case in CASES for manifest in rendered(case)}
-    assert kinds >= {"Job", "DaemonSet", "StatefulSet", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"}
 
 
 @every_case
@@ -89,13 +77,6 @@ def test_every_manifest_is_what_kubernetes_calls_one(case: str, version: str) ->
     for manifest in rendered(case):
         if manifest["kind"] != "PodMonitor":  # the Prometheus operator's
             kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def test_the_schemas_refuse_what_kubernetes_would() -> None:
-    [job] = copy.deepcopy(of_kind("job-c10d", "Job"))
-    job["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, KUBERNETES[-1], strict=True)
 
 
 @pytest.mark.parametrize("spelling", ["devices-per-worker", "devices_per_worker"])
@@ -160,14 +141,6 @@ def test_the_agent_accepts_its_configuration(case: str, tmp_path: Path) -> None:
     assert f"node-id = {json.dumps(variables['ELASTIC_AGENT_NODE_ID'])}" in ran.stdout
 
 
-def test_arguments_arrive_as_they_were_written() -> None:
-    line = next(
-        line for line in configuration(rendered("job-c10d")).splitlines() if line.startswith("args = ")
-    )
-    given = yaml.safe_load((CHART / "ci/job-c10d.yaml").read_text())
-    assert json.loads(line.removeprefix("args = ")) == given["run"]["args"]
-
-
 # --- What every pod promises
 
 
@@ -224,15 +197,6 @@ def test_a_pod_may_start_for_longer_than_its_agent_waits_for_a_network(case: str
 
 
 @every_case
-def test_shared_memory_is_sized_and_tmp_can_be_written(case: str) -> None:
-    spec = agent_pod(rendered(case))["spec"]
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    places = {mount["mountPath"]: volumes[mount["name"]] for mount in spec["containers"][0]["volumeMounts"]}
-    assert places["/dev/shm"]["emptyDir"].keys() == {"medium", "sizeLimit"}
-    assert "emptyDir" in places["/tmp"]
-
-
-@every_case
 def test_selectors_find_the_agents_and_nothing_else(case: str) -> None:
     agents = agent_pod(rendered(case))["metadata"]["labels"]
     others = [
@@ -245,12 +209,6 @@ def test_selectors_find_the_agents_and_nothing_else(case: str) -> None:
             own = manifest["metadata"]["name"].endswith("-etcd")
             assert (selector.items() <= agents.items()) is not own, manifest["kind"]
             assert any(selector.items() <= other.items() for other in others) is own, manifest["kind"]
-
-
-def test_the_charts_own_etcd_forgets_old_revisions() -> None:
-    [etcd] = of_kind("job-own-etcd", "StatefulSet")
-    command = etcd["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert {"--auto-compaction-mode=periodic", "--auto-compaction-retention=1h"} <= set(command)
 
 
 def test_the_chart_knows_the_options_of_the_agent() -> None:
@@ -305,29 +263,6 @@ def test_the_pods_of_a_job_meet_at_the_first_of_them() -> None:
 
 
 # --- The pool
-
-
-def test_the_daemon_is_the_first_line_of_our_documents() -> None:
-    [daemon] = of_kind("pool-own-etcd", "DaemonSet")
-    assert arguments("pool-own-etcd") == ["--min-nodes", "1", "--max-nodes", "4"]
-    assert (
-        settings_of("pool-own-etcd")
-        .keys()
-        .isdisjoint({"script", "args", "min-nodes", "max-nodes", "rdzv-id"})
-    )
-    assert settings_of("pool-own-etcd")["pool"] == json.dumps(daemon["metadata"]["name"])
-    assert daemon["spec"]["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1}, "jobs go on meanwhile"
-    assert not any(arguments(case) for case in CASES if not case.startswith("pool"))
-
-
-def test_the_notes_end_with_a_first_job_that_the_command_takes() -> None:
-    values = CHART / "ci/pool-own-etcd.yaml"
-    ran = run_helm("install", "--dry-run=client", "x", CHART, "--namespace", "training", "--values", values)
-    assert ran.returncode == 0, ran.stderr
-    before, _, words = ran.stdout.rstrip().splitlines()[-1].partition(" -- elastic-agent submit ")
-    assert before == "  kubectl exec -n training daemonset/x-elastic-agent"
-    assert words == "--max-nodes 4 -- /app/train.py"
-    assert read_argv(shlex.split(words)).problems == []
 
 
 # --- Values that make no sense
@@ -414,16 +349,3 @@ def test_every_helm_command_of_the_documentation_makes_what_kubernetes_accepts(t
         assert ran.returncode == 0, (options, ran.stderr)
         for manifest in yaml.safe_load_all(ran.stdout):
             kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
-
-
-def test_every_value_is_in_the_schema_and_none_is_without_a_default() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-
-    def compare(schema: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
-        assert schema["additionalProperties"] is False, where
-        assert schema["properties"].keys() - {"global"} == values.keys(), where
-        for name, below in schema["properties"].items():
-            if "properties" in below:
-                compare(below, values[name], f"{where}.{name}")
-
-    compare(schema, default_values(), "values")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.gpus import GPU_CHECKS, KERNEL_LOG, check_xids
-from elastic_agent.health.checks.machine import check_shared_memory
+from elastic_agent.health.checks.gpus import GPU_CHECKS
 from elastic_agent.health.checks.runner import BY_NAME, CheckRun, checks_for, run_checks
 from tests.nvml_library import FakeLibrary
 
@@ -92,22 +89,6 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(slow_mount: Pa
         time.sleep(0.01)
 
 
-@as_root
-def test_a_file_system_that_does_not_count_blocks_is_not_full(mountpoint: Path) -> None:
-    """A tmpfs without a limit shows zeros, and so do object stores."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=0", "tmpfs", mountpoint], check=True)
-    found = _find(NodeNeeds(log_directory=str(mountpoint)), "log-directory")["log-directory"]
-    assert found.outcome is Outcome.OK
-    assert check_shared_memory(NodeNeeds(), str(mountpoint)).outcome is Outcome.OK
-
-
-def test_a_directory_that_this_user_may_not_write_to(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    found = _find(NodeNeeds(log_directory=str(tmp_path / "file")), "log-directory")
-    assert found["log-directory"].outcome is Outcome.FAIL
-    assert "Not a directory" in found["log-directory"].summary
-
-
 def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
     found = _find(NodeNeeds(log_directory=str(tmp_path / "a" / "b")), "log-directory")
     assert {finding.outcome for finding in found.values()} <= {Outcome.OK, Outcome.WARN}
@@ -164,22 +145,6 @@ def test_a_driver_that_hangs(nvml: dict[str, str]) -> None:
     assert "reboot" in found.advice
 
 
-def test_without_a_driver(tmp_path: Path) -> None:
-    found = _find(
-        NodeNeeds(gpus=GPUS), "gpu-visible", environment={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    )
-    assert found["gpu-visible"].outcome in (
-        Outcome.UNKNOWN,
-        Outcome.FAIL,
-    )  # a machine with a driver has other GPUs
-
-
-@as_root
-def test_this_machines_kernel_log_can_be_read_to_its_end() -> None:
-    if os.path.exists(KERNEL_LOG):
-        assert check_xids(NodeNeeds(gpus=GPUS)).outcome in (Outcome.OK, Outcome.WARN)
-
-
 # --- Limits
 
 
@@ -197,18 +162,6 @@ def test_few_descriptors(tmp_path: Path) -> None:
 
 
 # --- The process that runs the probes
-
-
-def test_more_than_a_thousand_open_descriptors_hinder_no_check() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
-    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert _find(NodeNeeds(), "open-files")["open-files"].outcome is Outcome.OK
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -> None:
@@ -254,24 +207,3 @@ def test_probes_end_with_the_agent(nvml: dict[str, str]) -> None:
     while run.pid is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_a_run_that_is_closed_meanwhile_ends_at_once(nvml: dict[str, str]) -> None:
-    Path(nvml["FAKE_NVML_STATE"]).write_text("hang 1\n")
-    run = CheckRun([BY_NAME["gpu-visible"]], NodeNeeds(gpus=GPUS), nvml)
-    run.start()
-    closing = threading.Timer(0.2, run.close)
-    closing.start()
-    began = time.monotonic()
-    (found,) = run.findings()
-    assert time.monotonic() - began < 5.0
-    assert found.summary == "the probe has given no answer"
-    closing.join()
-
-
-def test_modules_in_the_current_directory_are_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "json.py").write_text("raise SystemExit(3)")
-    monkeypatch.chdir(tmp_path)
-    assert _find(NodeNeeds(), "open-files")["open-files"].outcome is Outcome.OK

@@ -250,31 +250,6 @@ def test_a_thousand_nodes_are_drawn_and_those_in_need_come_first(agent: Agent, b
     assert browser.problems == []
 
 
-def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> None:
-    agent.job, agent.rate.totals, agent.problem = None, (), "the store does not answer"
-    browser.open(agent.url)
-    browser.wait_for("document.body.innerText.includes('the store does not answer')")
-    text = browser.text()
-    for words in (
-        "Not known yet.",
-        "Nothing is known of the nodes yet.",
-    ):
-        assert words in text, words
-    assert "No failure so far." not in text
-    assert browser.problems == []
-
-
-def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, browser: Browser) -> None:
-    agent.job, agent.rate.totals = job_of(2, step=0), ()
-    browser.open(agent.url)
-    browser.wait_for("document.title === 'running · digits'")
-    assert shown(browser, "#state") == "running (no steps reported)"
-    assert browser.value("document.getElementById('rates').hidden")
-    assert browser.text().count("elastic_agent.worker.step()") == 1
-    assert "No failure so far." in browser.text()
-    assert browser.problems == []
-
-
 def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Agent, browser: Browser) -> None:
     agent.journal.note(EventKind.LOAD, "saved by the first")
     browser.open(agent.url)
@@ -312,7 +287,7 @@ def test_an_agent_that_has_ended_is_no_lost_connection(
     assert browser.value("document.title") == f"{state} · digits"
 
 
-@pytest.mark.parametrize("width", [320, 390, 768])
+@pytest.mark.parametrize("width", [320, 768])
 def test_nothing_is_wider_than_a_phone(agent: Agent, browser: Browser, width: int) -> None:
     agent.job = job_of(30, checkpoint=Checkpoint(123_456, 3.0), step=123_456)
     long = "x" * 300

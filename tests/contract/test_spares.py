@@ -291,13 +291,6 @@ def test_service_managers_signals_to_all_do_not_end_the_preloaded_process(agent:
     agent.run_until(lambda: len(idle(agent)) == 4)
 
 
-def test_an_interpreter_that_is_not_there_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    agent = SpareKeeper("json", PYTHON_EXEC="/nonexistent/python")
-    agent.start()
-    agent.run_until(lambda: "is gone: exit code 127" in caplog.text)
-    agent.spares.close()
-
-
 def test_what_was_preloaded_before_the_job_is_for_jobs_like_it_alone(tmp_path: Path) -> None:
     """A variable that a preloaded module has read is another one for each value; any other one may differ."""
     (tmp_path / "asks.py").write_text("import os\nFOUND = os.environ.get('ASKED_FOR')\n")

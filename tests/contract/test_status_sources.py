@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -19,7 +18,6 @@ from elastic_agent.agent.observability import sources as status_sources
 from elastic_agent.agent.observability.sources import (
     AT_ONCE,
     AgentsSource,
-    FoundJob,
     StoreSource,
     Unreachable,
     ask_nodes,
@@ -39,13 +37,12 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Endpoint,
     NodeRecord,
-    World,
     assign_ranks,
     node_key,
 )
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
+from tests.etcd_servers import HOST, EtcdCluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
 
 from .conftest import HostProcess
@@ -223,11 +220,6 @@ def test_every_job_is_listed_once(node: Callable[..., Node]) -> None:
     assert [(found.job.job, len(found.job.nodes)) for found in jobs] == [("digits", 2), ("letters", 1)]
 
 
-def test_an_agent_that_has_not_found_its_store_yet_is_shown_alone(node: Callable[..., Node]) -> None:
-    a = node("a", JobStatus("digits", None, (), None, complete=False))
-    assert source_at(a.http, here=True).jobs() == [FoundJob(f"agent {a.http}", a.told)]
-
-
 def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
     node: Callable[..., Node], frozen: Endpoint
 ) -> None:
@@ -327,32 +319,6 @@ def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: E
     assert strange.code is ExitCode.MISMATCH
 
 
-def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other(tmp_path: Path) -> None:
-    with etcd_cluster(args=("--bcrypt-cost", "4")) as cluster:
-        cluster.ctl("put", "/elastic-agent/digits/world", WORLD.to_json())
-        cluster.ctl("user", "add", "root:root")
-        cluster.ctl("user", "grant-role", "root", "root")
-        cluster.ctl("user", "add", "reader:secret")
-        cluster.ctl("role", "add", "look")
-        cluster.ctl("role", "grant-permission", "look", "--prefix=true", "read", "/elastic-agent/digits/")
-        cluster.ctl("user", "grant-role", "reader", "look")
-        cluster.ctl("auth", "enable")
-        files = {password: tmp_path / password for password in ("secret", "wrong")}
-        for password, file in files.items():
-            file.write_text(password)
-        mine = {"user": "reader", "password_file": files["secret"]}
-        (found,) = StoreSource(etcd_place(cluster, "digits", **mine), PATIENCE_S).jobs()
-        assert found.job.world == WORLD
-        for job, how in (
-            ("letters", mine),
-            ("digits", mine | {"password_file": files["wrong"]}),
-            ("digits", {}),
-        ):
-            assert (
-                refused(StoreSource(etcd_place(cluster, job, **how), PATIENCE_S)).code is ExitCode.BAD_CONFIG
-            )
-
-
 def test_no_store_is_an_answer_in_time() -> None:
     http = unused_port()
     place = Endpoint(http.address, http.port)
@@ -381,12 +347,3 @@ def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostPro
     host.process.wait()
     assert refused(source).code is ExitCode.NO_ANSWER
     writer.close()
-
-
-def test_a_world_that_is_read_is_the_one_that_was_written(shared_etcd: EtcdCluster) -> None:
-    nodes = tuple(record(f"node-{number:03}", HOME) for number in range(1000))
-    world = replace(WORLD, job="status-big", members=assign_ranks(nodes))
-    shared_etcd.ctl("put", "/elastic-agent/status-big/world", stdin=world.to_json())
-    (found,) = StoreSource(etcd_place(shared_etcd, "status-big"), PATIENCE_S).jobs()
-    assert isinstance(found.job.world, World)
-    assert found.job.world.members == world.members

@@ -27,10 +27,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_agent.agent.torchrun import handler
 from elastic_agent.agent.torchrun.creator import create_handler, creator
 from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler, read_parameters
-from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S, WorldPlace
+from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -278,34 +277,6 @@ def test_a_node_that_dies_before_it_has_met_the_others_is_not_waited_for(
     assert store.world().generation == 2
 
 
-def test_a_connection_to_a_machine_that_has_just_died_holds_up_nobody(
-    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, other = new_node("1:2", last_call_timeout=20), new_node("1:2", last_call_timeout=20)
-    opens, given_up = handler._open, threading.Event()
-
-    def open_or_hang(place: WorldPlace) -> TCPStore:
-        if place.listener is None:
-            given_up.wait()
-        return opens(place)
-
-    def die(membership: object, place: object) -> None:
-        first.handler._leave()
-        raise SystemExit
-
-    monkeypatch.setattr(handler, "_open", open_or_hang)
-    monkeypatch.setattr(first.handler, "_meet", die)
-    died = first.meet()
-    wait_for(store.nodes)  # so that it would serve the store
-    info = other.meet()
-    try:
-        assert isinstance(died.exception(PATIENCE_S), SystemExit)
-        assert met(info)[0].world_size == 1
-    finally:
-        given_up.set()
-    assert store.world().generation == 2
-
-
 # --- Endings
 
 
@@ -323,21 +294,6 @@ def test_who_finishes_first_waits_for_the_others_and_does_not_disturb_them(
     world = store.world()
     assert (world.phase, world.result, world.generation) == (Phase.ENDED, Result.SUCCEEDED, 1)
     assert not store.nodes(), "they leave at once"
-
-
-def test_who_has_finished_is_not_in_the_next_world(
-    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = nodes = [new_node("1:2", last_call_timeout=20) for _ in range(2)]
-    met(*(node.meet() for node in nodes))
-    leave, may_leave = a.handler._leave, threading.Event()
-    monkeypatch.setattr(a.handler, "_leave", lambda: (may_leave.wait(PATIENCE_S), leave()))
-    finished = a.finish()
-    wait_for(lambda: any(Condition.SUCCEEDED in node.conditions for node in store.nodes()))
-    met(b.meet())
-    may_leave.set()
-    assert finished.result(PATIENCE_S)
-    assert store.world().generation == 2
 
 
 def test_a_node_that_gives_up_ends_the_job_everywhere(
@@ -378,43 +334,6 @@ def test_a_job_that_has_ended_can_be_run_again_under_its_name(
         assert node.handler.is_closed()
 
 
-def test_who_stands_by_hears_that_the_rendezvous_is_closed(new_node: Callable[..., Node]) -> None:
-    closing, standing_by = new_node("1:1"), new_node("1:1")
-    met(closing.meet())
-    refused = standing_by.meet()
-    wait([refused], 0.5)
-    closing.do(closing.handler.set_closed).result(PATIENCE_S)
-    closing.do(closing.handler.set_closed).result(PATIENCE_S)
-    with pytest.raises(RendezvousClosedError, match="gave up"):
-        refused.result(PATIENCE_S)
-    assert standing_by.handler.is_closed()
-
-
-def test_a_job_that_is_tried_again_where_an_error_is_handled_ends_no_other_node(
-    new_node: Callable[..., Node], store: SharedStore
-) -> None:
-    """`except ChildFailedError: elastic_launch(...)()`: that error is none of the second try."""
-    a = new_node("2")
-
-    def again() -> None:
-        try:
-            raise RuntimeError("of the first try")
-        except RuntimeError:
-            retried = new_node("2").handler
-            retried.next_rendezvous()
-            retried.shutdown()
-
-    retry = ThreadPoolExecutor(1)
-    done, info = retry.submit(again), a.meet()
-    info.result(PATIENCE_S)
-    wait([done], 0.5)
-    assert store.world().phase is not Phase.ENDED
-    a.finish().result(PATIENCE_S)
-    done.result(PATIENCE_S)
-    assert store.world().result is Result.SUCCEEDED
-    retry.shutdown()
-
-
 def test_a_shutdown_may_be_repeated_and_leaves_nothing_to_call(new_node: Callable[..., Node]) -> None:
     node = new_node("1")
     node.do(lambda: None).result()  # so that its own thread is there
@@ -427,30 +346,6 @@ def test_a_shutdown_may_be_repeated_and_leaves_nothing_to_call(new_node: Callabl
     with pytest.raises(RendezvousClosedError, match="has left"):
         node.meet().result(PATIENCE_S)
     wait_for(lambda: set(threading.enumerate()) <= before)
-
-
-def test_a_shutdown_that_could_not_close_the_rendezvous_says_so(
-    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = new_node("1")
-    met(node.meet())
-    store.away = True
-
-    def fail() -> bool:
-        try:
-            raise RuntimeError("no restart is left")
-        except RuntimeError:
-            return node.handler.shutdown()
-
-    assert node.do(fail).result(PATIENCE_S) is False
-
-
-def test_a_restart_is_never_refused_by_us(new_node: Callable[..., Node], store: SharedStore) -> None:
-    """torchrun counts them: five in a row without progress are its user's will."""
-    node = new_node("1")
-    for generation in range(1, 7):
-        met(node.meet())
-        assert store.world().generation == generation
 
 
 @pytest.mark.parametrize("error", [StoreRefused("the password"), StoreUnavailable("no etcd")])
@@ -532,19 +427,6 @@ def test_a_rendezvous_thread_that_stands_still_gives_up_its_place(
             node.meet().result(PATIENCE_S)
     finally:
         go_on.set()
-
-
-def test_a_rendezvous_thread_that_waits_for_news_does_not_stand_still(
-    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic_agent.agent.torchrun.membership.STUCK_AFTER_S", 2 * TURNS_EVERY_S)
-    node = new_node("1", lease_ttl=60)
-    met(node.meet())
-    membership = node.handler._membership
-    assert membership is not None
-    quiet_until = time.monotonic() + 3 * TURNS_EVERY_S
-    wait_for(lambda: time.monotonic() > quiet_until)
-    assert not membership.status.problem
 
 
 # --- In a process of its own, on etcd

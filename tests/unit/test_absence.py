@@ -66,10 +66,6 @@ def test_a_world_that_vanished_is_waited_for_as_long_as_it_may_train(
         check(seen, policy, decision, "")
 
 
-def test_without_such_a_store_or_grace_nothing_is_waited_for() -> None:
-    check(view(LOST, D), replace(POLICY, min_nodes=1), "running 5 [d] lost", "1 nodes are ready")
-
-
 def test_a_world_that_can_prove_nothing_is_waited_for_no_longer_than_its_leases() -> None:
     """One node has no peers, and without its address none can be asked. A store that was not lost has ended them."""
     for nodes in ((A,), (replace(A, http=None), B)):
@@ -83,10 +79,6 @@ def test_a_world_that_stops_because_a_member_said_so_is_not_waited_for() -> None
     """That one has stopped, and so no member goes on beyond its lease."""
     told = replace(LOST, cause=Cause(CauseKind.LEAVE, "a", "a was asked to stop"))
     check(view(told, D), GRACE, "running 5 [d] leave a", "")
-
-
-def test_the_wait_names_who_is_missing() -> None:
-    check(view(LOST, A2), HOSTED, "wait until 105", "b, c may still train generation 4")
 
 
 def test_the_first_number_is_above_all_that_a_node_here_has_known() -> None:
@@ -166,12 +158,3 @@ def test_an_empty_store_is_told_the_newest_world_that_a_node_has_known() -> None
     bench.after(3)
     assert sorted(bench.members()) == ["a", "b"]
     assert bench.world().generation > old.generation + 1
-
-
-def test_members_of_whom_nothing_is_known_are_asked_directly() -> None:
-    bench = Bench()
-    a, b = bench.joined("a", "b", policy=HOSTED_BENCH)
-    bench.kv = KvState(base=1000)
-    b.connected = False
-    bench.after(1)
-    assert [peer.incarnation for peer in a.probes] == ["b-1"]

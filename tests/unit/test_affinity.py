@@ -141,10 +141,6 @@ def test_a_device_whose_cpus_are_all_anothers_is_like_one_whose_cpus_are_unknown
     assert only.cpus == (4, 5, 12, 13)
 
 
-def test_a_device_without_a_known_address(tmp_path: Path) -> None:
-    assert placed("numa", [Device("MIG-aa")], layout(machine(tmp_path))) == [("0-15", "8")]
-
-
 @pytest.mark.parametrize("affinity", ["numa", "cores"])
 def test_a_container_with_one_core_and_without_sysfs(tmp_path: Path, affinity: Affinity) -> None:
     found = layout(tmp_path / "nothing", allowed=[5])
@@ -162,9 +158,3 @@ def test_the_users_number_of_threads_is_kept(tmp_path: Path) -> None:
     for affinity in affinities:
         shares = share(affinity, FOUR, layout(machine(tmp_path / affinity)))
         assert compose({"OMP_NUM_THREADS": "7"}, shares[0].variables) == {"OMP_NUM_THREADS": "7"}
-
-
-def test_every_decision_has_its_reason(tmp_path: Path) -> None:
-    shares = share("cores", FOUR, layout(machine(tmp_path)))
-    assert shares[2].reason == ("affinity cores: CPUs 4-5,12-13; its device is 2 (0000:c1:00.0)")
-    assert shares[2].variables[0].reason == "2 cores"

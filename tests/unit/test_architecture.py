@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -221,15 +220,6 @@ def test_every_folder_has_a_row() -> None:
     assert set(LOWEST) <= set(product())
 
 
-def test_a_folder_has_a_dozen_entries_at_most() -> None:
-    entries: dict[str, set[str]] = {}
-    for file in product():
-        *above, _ = parts = file.split("/")
-        for depth in range(1, len(above) + 1):
-            entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
-    assert not {folder: len(names) for folder, names in entries.items() if len(names) > 12}
-
-
 def test_a_folder_imports_only_those_above_it_in_the_table() -> None:
     """So there is no circle between folders."""
     above: set[str] = set()
@@ -320,36 +310,3 @@ def test_no_name_of_a_class_is_there_twice() -> None:
         names.update(name for name in found if not name.startswith("_"))
         ours |= found if file.startswith(("agent/", "health/")) else set()
     assert {name for name in ours if names[name] > 1} <= TWICE
-
-
-def test_the_table_of_rooms_has_every_folder() -> None:
-    rows = [
-        line for line in (ROOT / "docs/architecture.md").read_text().splitlines() if line.startswith("| `")
-    ]
-    named = {name for line in rows for name in re.findall(r"`([\w./-]+)/`", line)}
-    rooms = {file.rpartition("/")[0] for file in product() if not file.endswith("__init__.py")}
-    assert not {room for room in rooms - {""} if not {room, room.rpartition("/")[2]} & named}
-
-
-def test_the_walks_lead_through_files_that_exist() -> None:
-    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Walks\n")[2].partition("\n## ")[0]
-    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
-    walks = [re.findall(r"`([\w./-]+\.py)`", row) for row in rows]
-    assert not [file for walk in walks for file in walk if not (ROOT / file).exists()]
-    most = (20, 6, 2, 2, 4)
-    assert [1 < len(walk) <= number for walk, number in zip(walks, most, strict=True)] == [True] * 5
-
-
-def test_the_documents_name_files_that_exist() -> None:
-    """A full path anywhere, and in the table of rooms a name in the folder of its row."""
-    problems = []
-    for file in (ROOT / "CONTRIBUTING.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for line in file.read_text().splitlines():
-            named = re.findall(r"`([\w./-]+)`", line)
-            rooms = [name for name in named if name.endswith("/")] if line.startswith("| `") else []
-            places = [ROOT, *(ROOT / room for room in rooms)]
-            for name in named:
-                ours = name.partition("/")[0] in (*TOPS, PACKAGE, "tests", "benchmarks") or rooms
-                if ours and name.endswith(".py") and not any((place / name).exists() for place in places):
-                    problems.append(f"{file.name}: {name}")
-    assert not problems

@@ -3,8 +3,6 @@ where they happened; what can happen here is really produced in `tests/contract/
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,17 +276,6 @@ def test_each_row_has_a_name_of_its_own_and_a_hint() -> None:
     assert len(set(names)) == len(names)
     assert all(CAUSE.fullmatch(name) for name in names)
     assert all(10 < len(cause.hint) < 200 or cause is UNKNOWN or cause.hint for cause in CAUSES)
-
-
-def test_every_row_is_matched_by_something_above() -> None:
-    """But for those that the agent itself finds."""
-    module = Path(__file__).read_text()
-    missing = {
-        c.name
-        for c in CAUSES
-        if (c.also or c.raises or c.says or c.signals) and not re.search(rf'\(\s*"{c.name}"', module)
-    }
-    assert not missing
 
 
 @pytest.mark.parametrize(

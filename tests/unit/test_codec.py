@@ -181,12 +181,3 @@ def test_a_checked_class_refuses_the_same_of_python() -> None:
     for values in (((Inner("a"), "a"),), ((), -1), ((), True), (None,)):
         with pytest.raises(Invalid, match=r"strict\."):
             Strict(*values)  # type: ignore[arg-type]
-
-
-def test_a_number_without_bounds_is_no_declaration() -> None:
-    @dataclass(frozen=True, slots=True)
-    class Loose:
-        number: int
-
-    with pytest.raises(TypeError, match="bound a number"):
-        from_plain(Loose, {"number": 1})

@@ -83,21 +83,6 @@ def test_the_end_waits_for_the_last_lines_but_not_for_ever() -> None:
         assert not ends.is_alive()
 
 
-def test_what_is_printed_without_a_newline_comes_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_module, "LOG_MAX", 100)
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    console = Console("n1", out_end, err_end)
-    console.start()
-    console.stdout.write("a question? ")
-    for _ in range(7):
-        console.stderr.write("x" * 50)
-    console.close(PATIENCE_S)
-    assert os.read(out, 1000) == b"a question? \n"
-    assert os.read(err, 1000) == b"\n".join([b"x" * 100] * 3 + [b"x" * 50]) + b"\n", (
-        "cut, and all of it there"
-    )
-
-
 def test_a_console_on_a_disk_that_was_full_shows_again_what_comes_and_how_much_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,19 +156,3 @@ def full_socket() -> FullPipe:
     except BlockingIOError:
         theirs.setblocking(True)
     return FullPipe(ours.detach(), theirs.detach())
-
-
-def test_what_is_printed_comes_out_in_order_once_it_is_read() -> None:
-    script = WHOEVER_WRITES.replace("3000", "3").replace("0.01", "5")
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert process.returncode == 7
-    text = process.stdout
-    assert text.count("x" * 1000) == text.count("y" * 1000) == 3
-    for said in ("a warning", "a library's log", "File", "from C", "from a process that inherits it"):
-        assert said in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -18,61 +17,8 @@ BUILT_IN = {"__range", "__rate_interval"}
 """What Grafana itself has a value for."""
 
 VARIABLES = {"run_id": "job", "node": ".*", "__range": "1h", "__rate_interval": "1m"}
-DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-GRID_COLUMNS = 24
 
 PANELS: list[dict[str, Any]] = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
-
-
-def test_panels_have_ids_of_their_own() -> None:
-    ids = [panel["id"] for panel in dashboard()["panels"]]
-    assert len(set(ids)) == len(ids)
-
-
-@pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
-def test_a_panel_has_a_title_a_unit_and_a_source(panel: dict[str, Any]) -> None:
-    assert panel["datasource"] == DATASOURCE
-    assert panel["description"].endswith(".")
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    references = [target["refId"] for target in panel["targets"]]
-    assert references
-    assert len(set(references)) == len(references)
-    for target in panel["targets"]:
-        # A table has columns instead.
-        assert target["legendFormat"] or target["format"] == "table"
-
-
-@pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
-def test_a_legend_names_labels_that_the_answer_has(panel: dict[str, Any]) -> None:
-    for target in panel["targets"]:
-        kept = {
-            label for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in group.split(", ")
-        }
-        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept
-
-
-@pytest.mark.parametrize("panel", PANELS, ids=[panel["title"] for panel in PANELS])
-def test_what_is_changed_for_one_series_is_changed_for_one_that_exists(panel: dict[str, Any]) -> None:
-    renamed = [
-        new
-        for transformation in panel.get("transformations", [])
-        for new in transformation["options"].get("renameByName", {}).values()
-    ]
-    legends = [re.sub(r"{{\w+}}", ".+", target["legendFormat"]) for target in panel["targets"]] + renamed
-    for override in panel["fieldConfig"]["overrides"]:
-        wanted = override["matcher"]["options"].replace(".*", "anything")
-        assert any(re.fullmatch(legend, wanted) for legend in legends), wanted
-
-
-def test_no_panel_covers_another() -> None:
-    taken: dict[tuple[int, int], str] = {}
-    for panel in dashboard()["panels"]:
-        place = panel["gridPos"]
-        columns = range(place["x"], place["x"] + place["w"])
-        assert columns.stop <= GRID_COLUMNS, panel["title"]
-        for cell in itertools.product(columns, range(place["y"], place["y"] + place["h"])):
-            assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
-            taken[cell] = panel["title"]
 
 
 def test_every_variable_is_declared_and_used() -> None:

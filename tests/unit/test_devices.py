@@ -183,12 +183,6 @@ def test_entries_lead_to_addresses(tmp_path: Path) -> None:
         assert addresses(inventory) == (BY_ADDRESS[2], BY_ADDRESS[0])
 
 
-def test_mig_devices_of_the_only_gpu_have_its_address(tmp_path: Path) -> None:
-    trees = informed(tmp_path, THREE, minors=(0,))
-    inventory = probe({"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}, **trees)
-    assert addresses(inventory) == (BY_ADDRESS[1],) * 2
-
-
 def test_only_the_cpus_of_our_affinity_count() -> None:
     one = min(os.sched_getaffinity(0))
     code = "from elastic_agent.agent.machine.devices import probe; print(probe({}).cpus)"
@@ -343,13 +337,6 @@ def test_what_the_user_set_beats_the_defaults_but_not_the_mask() -> None:
     }
     own = {"LOCAL_RANK": "3"}
     assert compose(own, pin("index", 3, 4, 1, FOUR_GPUS).variables) == {**own, **DEVICE_ORDER}
-
-
-def test_no_two_masked_workers_share_a_device() -> None:
-    seen = [
-        compose({}, pin("mask", rank, 4, 1, FOUR_GPUS).variables)["CUDA_VISIBLE_DEVICES"] for rank in range(4)
-    ]
-    assert sorted(seen) == ["0", "1", "2", "3"]
 
 
 def test_all_devices_of_the_workers_are_theirs_alone() -> None:

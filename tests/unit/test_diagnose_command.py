@@ -137,19 +137,6 @@ def test_the_newest_run_of_a_job_is_found_by_its_name(
     assert (tmp_path / "digits-3f2a.tar.gz").exists()
 
 
-def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for job in ("digits", "other"):
-        (tmp_path / job).mkdir()
-        (tmp_path / job / "notes.txt").write_text("of the user's own")
-    assert main(["digits", f"--log-dir={run.parent}"]) == ExitCode.SUCCESS
-    assert (tmp_path / "digits-3f2a.tar.gz").exists()
-    assert main(["other", f"--log-dir={run.parent}"]) == ExitCode.NOT_FOUND
-    assert "other is no folder of a run" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -162,17 +149,3 @@ def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
 )
 def test_how_it_ends(words: list[str], code: ExitCode) -> None:
     assert main(words) == code
-
-
-def test_a_file_that_the_run_deletes_meanwhile_is_left_out(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walk = os.walk
-
-    def with_one_more(top: Path) -> list[tuple[str, list[str], list[str]]]:
-        return [*walk(top), (str(top), [], ["gone.log"])]
-
-    monkeypatch.setattr(os, "walk", with_one_more)
-    found = bundled(run, tmp_path)
-    assert "events-a.jsonl" in found
-    assert "gone.log: left out" in found["about.txt"]

@@ -139,12 +139,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         signal.signal(number, handler)
 
 
-def test_nothing_is_asked_while_no_change_waits(scene: Scene) -> None:
-    progress.step(1)
-    poll()
-    assert scene.reported == []
-
-
 def test_a_step_that_is_not_the_last_one_goes_on(scene: Scene) -> None:
     scene.announce()
     progress.step(120)
@@ -190,16 +184,6 @@ def test_the_state_is_kept_so_that_it_outlives_a_node_that_leaves(scene: Scene) 
     with pytest.raises(Drained):
         progress.step(120)
     assert scene.kept == [("leaving", 120), ("to disk", 120)]
-
-
-def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
-    scene.announce()
-    scene.answer = Verdict.END
-    end = progress.on_step(lambda step: scene.kept.append(("listener", step)))
-    with pytest.raises(Drained):
-        progress.step(120)
-    end()
-    assert scene.kept == [("listener", 120), ("together", 120), ("to disk", 120)]
 
 
 def test_a_state_that_could_not_be_kept_is_not_said_to_be(
@@ -270,12 +254,6 @@ def test_what_may_not_be_kept_alone_waits_for_all_ranks_at_the_next_step(
     assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
-def test_before_the_first_step_there_is_nothing_to_end_after(scene: Scene) -> None:
-    scene.announce()
-    poll()
-    assert scene.reported == []
-
-
 @pytest.mark.parametrize("trouble", ["no answer", "no agent", "no variable"])
 def test_without_an_answer_training_goes_on(
     scene: Scene, trouble: str, monkeypatch: pytest.MonkeyPatch
@@ -316,16 +294,6 @@ def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> N
     finally:
         signal.signal(signal.SIGTERM, before)
     assert asked == [120]
-    assert scene.reported == [(StepStatus.FINISHED, 120)]
-
-
-def test_without_a_checkpointer_nothing_is_said_to_be_kept(scene: Scene) -> None:
-    """Whether the script keeps it is seen when it ends."""
-    progress.checkpointers.clear()
-    scene.announce()
-    scene.answer = Verdict.END
-    with pytest.raises(Drained):
-        progress.step(120)
     assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
@@ -395,17 +363,3 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "at exit\n")
     assert "no daemons: busy_0, uploader; all other workers wait" in ended.stderr
-
-
-def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> None:
-    program = (
-        "import atexit, time\n"
-        "from elastic_agent.worker.steps import drain\n"
-        "drain.THREADS_S = 0.2\n"
-        "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
-        "reporter = type('Reporter', (), {'report': lambda *_: drain.StepAnswer(drain.Verdict.GO_ON, True)})()\n"
-        "drain._end(7, (), reporter, alone=False, leaves=True)"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")
-    assert "ending without these threads" not in ended.stderr

@@ -67,26 +67,11 @@ def test_without_a_worker_to_blame_it_has_the_agents_own_reason(tmp_path: Path) 
     }
 
 
-def test_an_older_file_is_replaced_and_no_scratch_file_stays(tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text("old" * 1000)
-    written(tmp_path / "error.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
-
-
 def test_it_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_error_file({}, 1, "failed", None, 0.0)
     assert not caplog.messages
     write_error_file({ERROR_FILE: str(tmp_path / "none" / "error.json")}, 1, "failed", None, 0.0)
     assert "is not written" in caplog.text
-
-
-def test_a_directory_in_its_place_is_logged_and_no_scratch_file_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "error.json").mkdir()
-    write_error_file({ERROR_FILE: str(tmp_path / "error.json")}, 1, "failed", None, 0.0)
-    assert "is not written" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
 def test_a_disk_that_does_not_answer_delays_the_end_no_longer_than_is_declared(
@@ -103,13 +88,3 @@ def test_a_disk_that_does_not_answer_delays_the_end_no_longer_than_is_declared(
     os.close(os.open(unanswered, os.O_RDONLY | os.O_NONBLOCK))
     assert ended
     assert "is not written within" in caplog.text
-
-
-def test_it_is_written_where_no_thread_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert written(tmp_path / "error.json")

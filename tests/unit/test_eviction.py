@@ -19,7 +19,6 @@ from elastic_agent.rendezvous.liveness import (
 from elastic_agent.rendezvous.node.node_actions import Leave, Start, Stop
 from elastic_agent.rendezvous.node.transactions import WriteWorld
 from elastic_agent.rendezvous.records import (
-    WORLD_KEY,
     Condition,
     Endpoint,
     Failure,
@@ -27,9 +26,7 @@ from elastic_agent.rendezvous.records import (
     PeerStatus,
     Phase,
     World,
-    assign_ranks,
 )
-from elastic_agent.rendezvous.store.interface import Read
 
 from .bench import POLICY, TICK_S, Bench, Peer
 from .test_decide import stopping
@@ -220,19 +217,6 @@ def test_a_record_that_changed_meanwhile_is_not_evicted(bench: Bench) -> None:
     assert bench.records()["c"].incarnation == "c-2"
 
 
-def test_a_node_that_comes_back_before_the_answer_that_it_is_evicted_is_not_forgotten(bench: Bench) -> None:
-    a, b, request = eviction_of_c(bench)
-    answer = bench.serve(request)
-    bench.join("c", life=2)
-    while "c" not in bench.records():
-        bench.peers[-1].turn()
-    a.watch()
-    a.part.answered(request, answer, bench.now)
-    bench.settle()
-    assert bench.members() == ["a", "b", "c"]
-    assert a.generation == b.generation == bench.peers[-1].generation
-
-
 def test_an_evicted_node_that_lives_stops_first_and_comes_back_as_another(bench: Bench) -> None:
     a, b, c = bench.joined("a", "b", "c")
     c.connected = False
@@ -249,23 +233,6 @@ def test_an_evicted_node_that_lives_stops_first_and_comes_back_as_another(bench:
     assert bench.members() == ["a", "b", "c"]
 
 
-def test_a_finding_that_comes_after_the_node_has_settled_is_ignored(bench: Bench) -> None:
-    a, b, c = bench.joined("a", "b", "c")
-    c.obedient = False
-    fail(b)
-    bench.settle()
-    bench.now += ASK_AFTER_S
-    (asked,) = a.part.probes(bench.now)
-    c.obedient = True
-    bench.settle()
-    assert bench.members() == ["a", "b", "c"]
-    a.part.probes(bench.now)
-    a.part.probed(asked, ProbeFailure.REFUSED, bench.now, bench.now)
-    bench.settle()
-    assert "c" in bench.records()
-    assert a.generation == b.generation == c.generation == 3
-
-
 @pytest.mark.parametrize(
     "touch", [lambda bench: bench.delete("nodes/b"), lambda bench: bench.put("nodes/b", "x")]
 )
@@ -278,36 +245,3 @@ def test_a_node_notices_that_another_writer_touched_its_record(
     touch(bench)
     bench.settle()
     assert b.part.incarnation == "b-1.1" or isinstance(b.order, Leave)
-
-
-def test_a_member_that_the_coordinator_does_not_know_yet_is_not_lost(bench: Bench) -> None:
-    """Changes of `world` may come before older changes of `nodes/`: another coordinator knew more."""
-    a = bench.joined("a", "b")[0]
-    late = NodeRecord("c", "c-1", "host-c", 7, 2)
-    a.watch, seen = (lambda: False), a.seen_to  # type: ignore[method-assign]
-    bench.put("nodes/c", late.to_json())
-    world = bench.world()
-    assert world is not None
-    members = assign_ranks((bench.records()["a"], bench.records()["b"], late))
-    bench.put(WORLD_KEY, replace(world, generation=2, members=members).to_json())
-    changes = bench.kv.changes((WORLD_KEY,), seen)
-    a.part.changed(changes, bench.now)
-    request = a.part.request(bench.now)
-    assert isinstance(request, Read), request
-    a.serve(request)
-    assert [node.node for node in a.snapshot.known_nodes] == ["a", "b", "c"]
-
-
-def test_a_node_that_writes_after_it_was_found_gone_keeps_its_place(bench: Bench) -> None:
-    """The coordinator still waits for another one, so there was no world to evict it with."""
-    a, b, c = bench.joined("a", "b", "c")
-    b.obedient = c.obedient = False
-    fail(a)
-    bench.settle()
-    bench.now += ASK_AFTER_S
-    assert ask(a, ProbeFailure.SILENT, ProbeFailure.REFUSED) == ["b-1", "c-1"]
-    for peer in (c, b):
-        peer.obedient = True
-        bench.settle()
-    assert bench.members() == ["a", "b", "c"]
-    assert c.part.incarnation == "c-1"

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from elastic_agent.agent.workers import evidence as module
 from elastic_agent.agent.workers import rank_activity as facts
 from elastic_agent.agent.workers.evidence import MOST_LOOKS, Evidence, EvidenceKeeper, FlightRecords
 from elastic_agent.agent.workers.processes.proc import stat_of
-from elastic_agent.agent.workers.rank_activity import StackFile, Target, WorkerFacts
+from elastic_agent.agent.workers.rank_activity import StackFile, Target
 from elastic_agent.health.hang_report import InGroup, RankActivity, Recorded
 from elastic_agent.threads import Thread
 
@@ -166,28 +165,6 @@ def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_read(
     assert not module.ask(folder.parent, 4)
 
 
-def test_the_flight_recorder_is_asked_when_the_stacks_are_written(
-    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """faulthandler may end a process in which a thread begins or ends to run Python meanwhile, as torch's does."""
-    order: list[str] = []
-    look = module.look_at
-
-    def looks(*arguments: Any) -> tuple[WorkerFacts, ...]:
-        seen = look(*arguments)
-        order.append("stacks")
-        return seen
-
-    def asks(generation: Path, rank: int) -> bool:
-        order.append("flight recorder")
-        return False
-
-    monkeypatch.setattr(module, "look_at", looks)
-    monkeypatch.setattr(module, "ask", asks)
-    kept(keeper, target)
-    assert order == ["stacks", "flight recorder"]
-
-
 def test_a_recorder_that_does_not_answer_is_waited_for_as_long_as_the_look_may_take(
     keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,41 +214,6 @@ def test_a_disk_that_refuses_is_said_once(
     ]
 
 
-def test_the_folder_is_named_where_something_was_written(
-    keeper: EvidenceKeeper, target: Target, tmp_path: Path
-) -> None:
-    assert keeper.where() == "", "there was no look"
-    (tmp_path / "logs").touch()
-    kept(keeper, target)
-    assert keeper.where() == ""
-    (tmp_path / "logs").unlink()
-    kept(keeper, target)
-    assert keeper.where() == str(keeper.folder)
-    keeper.begin("digits", "r1", 5)
-    assert keeper.where() == ""
-
-
-def test_files_that_are_late_are_not_waited_for_by_who_names_their_folder(
-    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves = threading.Event()
-    monkeypatch.setattr(module, "_make_private", lambda path: moves.wait())
-    over(keeper.look("hang", [target]))
-    try:
-        assert keeper.where() == str(keeper.folder)
-    finally:
-        moves.set()
-
-
-def test_beside_a_look_that_hangs_there_is_no_second(keeper: EvidenceKeeper, target: Target) -> None:
-    slow = keeper.look("inquiry", [target])
-    other = keeper.look("hang", [target])
-    assert other.over
-    assert (other.path, other.states) == (None, ())
-    over(slow)
-    keeper.close()
-
-
 def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
     keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,9 +228,3 @@ def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
     assert [look.path is None for look in looks] == [False, True, True]
     goes_on.set()
     keeper.close()
-
-
-def test_a_worker_that_has_ended_is_gone(keeper: EvidenceKeeper, target: Target) -> None:
-    os.kill(target.pid, 9)
-    os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOWAIT)
-    assert [state.doing for state in kept(keeper, target).states] == [RankActivity.GONE]

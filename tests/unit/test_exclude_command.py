@@ -9,7 +9,6 @@ import pytest
 from elastic_agent.agent.commands import control
 from elastic_agent.agent.commands.control import JobStore, read_reason
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
-from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.messages import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -91,22 +90,6 @@ def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(
     ]
 
 
-def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> None:
-    scene.put(
-        replace(WORLD, exclusions=(Exclusion("c", "life-c", "gpu_fault", "GPU 3 is sick", readmitted=True),))
-    )
-    scene.exclude("c")
-    assert scene.world.exclusions == (replace(OUT, node="c", life="life-c", times=2),)
-
-
-def test_a_name_that_the_job_does_not_know_is_left_out_when_it_comes(
-    scene: Scene, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scene.exclude("c")
-    assert scene.world.exclusions == (replace(OUT, node="c", life=""),)
-    assert capsys.readouterr().out.endswith("left out when it comes (nodes of the job now: a, b)\n")
-
-
 def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
     with pytest.raises(CannotDo, match="stays while the others are fewer than the job needs") as caught:
         scene.exclude(timeout_s=1.0)
@@ -137,19 +120,6 @@ def test_what_another_writes_meanwhile_stays(scene: Scene, monkeypatch: pytest.M
     scene.exclude()
     monkeypatch.undo()
     assert (scene.world.generation, scene.world.exclusions) == (5, (OUT,))
-
-
-def test_a_store_where_others_always_win_is_no_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = scene.store.read
-
-    def read_late(*scopes: object) -> object:
-        found = read(*scopes)  # type: ignore[arg-type]
-        scene.put(replace(WORLD, step=WORLD.step + 1))
-        return found
-
-    monkeypatch.setattr(scene.store, "read", read_late)
-    with pytest.raises(StoreUnavailable, match="others write 'world' all the time"):
-        scene.exclude()
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,6 @@ def test_groups_of_one_name_and_other_ranks_are_others() -> None:
     assert first == same != other
 
 
-def test_groups_of_the_same_ranks_are_told_apart_also_where_their_long_names_begin_alike() -> None:
-    """Else the numbers of one would be compared with those of the other."""
-    config = {name: {"ranks": "[0, 1]"} for name in ("11", "12")}
-    description = "data_parallel_replicate_of_all_experts"
-    entries = [waits(7, ("11", description)), entry(3, ("12", description))]
-    told = groups_of(dump(*entries, pg_config=config))
-    assert len({one.group for one in told}) == 2, told
-
-
 def test_of_many_groups_those_with_a_wait_and_those_used_last_are_told() -> None:
     config = {str(number): {"ranks": "[0, 1]"} for number in range(20)}
     entries = [waits(1, ("3", "undefined")), *(entry(1, (str(n), "undefined")) for n in range(20) if n != 3)]
@@ -276,12 +267,6 @@ def test_no_order_goes_through_a_link(torch: Torch, records: FlightRecords, tmp_
     (torch.file.parent / "pipe_4.pipe").symlink_to(tmp_path / "elsewhere")
     records.order([4])
     assert (tmp_path / "elsewhere").read_bytes() == b""
-
-
-def test_where_no_rank_has_a_pipe_nothing_is_waited_for(torch: Torch, records: FlightRecords) -> None:
-    began_at = torch.now
-    records.order([4, 5])
-    assert torch.now == began_at
 
 
 # --- The pickle

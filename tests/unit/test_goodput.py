@@ -197,19 +197,6 @@ def test_what_was_not_reported_is_no_phase_of_the_recovery(
     assert recovery.duration_s == 48.25 - 40.0
 
 
-def test_a_load_reported_when_workers_step_changes_nothing() -> None:
-    account = GoodputAccount(0.0)
-    record(
-        account,
-        (1.0, TrainingEvent.STARTED),
-        (3.0, TrainingEvent.STEPPED),
-        (3.5, TrainingEvent.LOADING),
-        (4.0, TrainingEvent.LOADED),
-        (5.0, TrainingEvent.STEPPED),
-    )
-    assert account.seconds[PRODUCTIVE] == 2.0
-
-
 def test_generations_tried_in_vain_belong_to_the_recovery() -> None:
     tried = [
         (45.25, TrainingEvent.STARTED),

@@ -16,7 +16,6 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.gpus import FIRST_S, GpuMemory, NvmlReader
-from elastic_agent.health.checks.gpus import NvmlFacts, unaccounted_mib
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 
@@ -119,15 +118,6 @@ def test_the_bound_ends_the_wait_and_what_stays_is_the_new_normal(
     assert not ready.memory.waiting
 
 
-def test_what_is_free_does_not_creep(ready: Bench) -> None:
-    """Each reading may lie a little above the one before, but not above the first."""
-    for used, waits in ((1_000, False), (1_112, False), (1_113, True)):
-        ready.nvml(f"used {used}")
-        ready.memory.workers_gone(ready.now)
-        ready.answer()
-        assert ready.memory.waiting == waits
-
-
 def test_memory_of_another_living_process_is_not_waited_for_but_that_of_the_dead(ready: Bench) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait(PATIENCE_S)
@@ -169,16 +159,6 @@ def test_an_error_of_nvml_ends_all_waiting(
     assert not ready.memory.waiting
 
 
-def test_a_machine_without_the_drivers_library_is_not_warned_of(
-    ready: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert unaccounted_mib(NvmlFacts(absent=True), (ONE,)) == ""
-    ready.memory.workers_gone(ready.now)
-    ready.memory.handle("")
-    assert not ready.memory.waiting
-    assert not caplog.messages
-
-
 def test_a_reader_with_a_bug_ends_all_waiting(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,45 +187,6 @@ def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> 
     assert not made.memory.waiting
     made.memory.workers_gone(made.now)
     assert not made.memory.waiting, "there is no answer yet"
-
-
-def test_a_first_reading_that_comes_late_is_the_baseline_all_the_same(bench: Callable[..., Bench]) -> None:
-    made = bench()
-    made.nvml("used 600")
-    made.start()
-    made.go(FIRST_S + 0.1)
-    assert not made.memory.waiting
-    made.answer()
-    made.nvml("used 5000")
-    made.memory.workers_gone(made.now)
-    made.answer()
-    assert made.memory.waiting
-
-
-def test_a_short_bound_ends_the_wait_for_a_first_answer_that_is_slow(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
-    made = bench(wait_s=1.0)
-    made.nvml("hang 1")
-    made.start()
-    made.go(1.1)
-    assert not made.memory.waiting
-    assert "no answer of NVML yet" in caplog.text
-
-
-def test_an_answer_that_comes_after_the_wait_is_dropped(
-    ready: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    ready.nvml("used 5000")
-    ready.memory.workers_gone(ready.now)
-    ready.answer()
-    ready.nvml("used 600")
-    ready.go(29.9)
-    ready.go(0.2)
-    ready.answer()
-    assert len(caplog.messages) == 1
-    assert "not waiting any longer" in caplog.text
 
 
 def test_without_devices_no_process_is_started_and_nothing_waits(tmp_path: Path) -> None:

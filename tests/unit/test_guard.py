@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.agent.workers.processes.guard import IGNORED
-from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with, say
+from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with
 from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
@@ -134,13 +133,6 @@ def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.Mon
     assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
     assert sleeper.wait() == -signal.SIGKILL
     assert report.endswith(f"killed what its workers left: {sleeper.pid}")
-
-
-def test_its_line_has_date_and_time_zone(capfd: pytest.CaptureFixture[str]) -> None:
-    say("the agent has ended")
-    at, text = capfd.readouterr().err.split(" elastic-agent: ")
-    assert text == "the agent has ended\n"
-    assert abs(time.time() - datetime.strptime(at, "%Y-%m-%d %H:%M:%S%z").timestamp()) < 60.0
 
 
 def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(

@@ -11,7 +11,6 @@ from elastic_agent.agent.workers.hang_detector import (
     ENOUGH,
     VERDICT_S,
     ActivitySample,
-    ActivityTracker,
     Durations,
     HangDetector,
     HangTimeout,
@@ -188,15 +187,6 @@ def test_what_libraries_use_while_they_wait_is_no_sign_of_life() -> None:
     assert watch.still_s(0, at) == at - still_since
 
 
-def test_nor_is_a_worker_still_that_sleeps_most_of_its_time_and_wakes() -> None:
-    """As a script for tests does: 5 ms in a second, in ticks of 10 ms."""
-    watch, at = detector(), 0.0
-    for look in range(2000):
-        at += 2.0
-        watch.sampled(at, {0: ActivitySample(0.01 * look, 0, 0, 2 * look)})
-        assert watch.stall((0,), at) is None
-
-
 def test_what_an_inquiry_makes_a_worker_do_is_no_sign_of_life() -> None:
     """Its stacks are asked for by two signals: it wakes for each, and uses a tick."""
     watch = detector()
@@ -212,13 +202,6 @@ def test_what_an_inquiry_makes_a_worker_do_is_no_sign_of_life() -> None:
     assert watch.still_s(0, at) == at - still_since
     watch.sampled(at + 2.0, {0: ActivitySample(used + 1.0, 0, 0, wakes)})
     assert watch.stall((0,), at + 2.0) is None
-
-
-def test_a_child_that_ended_unseen_is_a_sign_of_life() -> None:
-    still = ActivityTracker(0.0)
-    still.look(2.0, ActivitySample(5.0, 0, 0))
-    still.look(4.0, ActivitySample(3.0, 0, 0))
-    assert still.active_at == 4.0
 
 
 def test_no_healthy_job_is_overdue_in_two_hundred_random_ones() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import queue
 import random
 import threading
@@ -130,17 +129,3 @@ def test_what_does_not_end_is_named_with_its_state_and_its_place_in_the_kernel(t
     assert process_status(tmp_path / "9") == (
         "process 9 (a (b) c) is in uninterruptible sleep (D), in the kernel's nvidia_close"
     )
-
-
-def test_a_process_that_ends_while_it_is_looked_at_raises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "7" / "task").mkdir(parents=True)
-    (tmp_path / "7" / "stat").write_text("7 (python) D 1 7")
-
-    def gone(folder: object) -> object:
-        raise FileNotFoundError(2, "No such file or directory")
-
-    for call in ("listdir", "scandir"):
-        monkeypatch.setattr(os, call, gone)
-    assert process_status(tmp_path / "7") == "process 7 (python) is in uninterruptible sleep (D)"

@@ -146,19 +146,6 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
     assert (after.inquiry.node, after.inquiry.rank) == (failure.node, failure.rank)
 
 
-def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
-    """So is an evaluation on one rank that takes as long: from outside it is the same."""
-
-    def after(urgency: Urgency) -> World:
-        waits = replace(still(A, urgency), hang_report=Said(4, 1, (RankReport(0, WAITS, 7, 590.0),)))
-        return published(decided(world(HangProbe(1, urgency)), waits, says(B, 1, BUSY)))
-
-    assert after(OVERDUE).phase is Phase.RUNNING
-    ended = after(LAST)
-    assert (ended.phase, ended.cause.node) == (Phase.STOPPING, "b")
-    assert "rank 1 on node b" in ended.cause.detail
-
-
 def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
     asked = world(HangProbe(1, LAST))
     after = published(decided(asked, says(A, 0, WAITS), says(B, 1, ASLEEP)))

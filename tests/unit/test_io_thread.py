@@ -6,7 +6,6 @@ import errno
 import os
 import queue
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -139,45 +138,6 @@ def test_a_descriptor_that_another_thread_has_forgotten_is_closed_after_that(sce
     assert scene.called.empty()
     for end in (theirs, duplicate):
         os.close(end)
-
-
-def test_what_is_forgotten_after_the_threads_end_is_closed_by_the_caller(
-    scene: Scene, pipe: tuple[int, int]
-) -> None:
-    scene.io.start()
-    scene.io.watch(pipe[0], lambda: None)
-    scene.io.close()
-    scene.io.forget(pipe[0], lambda: scene.called.put(threading.current_thread().name))
-    assert scene.next() == threading.current_thread().name
-
-
-def test_a_thread_that_posts_while_another_closes_writes_to_no_other_file(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stands still between its look and its write."""
-    io, write = scene.io, os.eventfd_write
-    io.start()
-    looked, errors = threading.Event(), []
-
-    def late(descriptor: int, value: int) -> None:
-        if threading.current_thread() is posting:
-            looked.set()
-            time.sleep(0.2)
-        write(descriptor, value)
-
-    def post() -> None:
-        try:
-            io.post(lambda: None)
-        except OSError as error:
-            errors.append(error)
-
-    posting = threading.Thread(target=post)
-    monkeypatch.setattr(os, "eventfd_write", late)
-    posting.start()
-    assert looked.wait(PATIENCE_S)
-    io.close()
-    posting.join(PATIENCE_S)
-    assert errors == []
 
 
 def test_pauses_end_in_their_order(scene: Scene) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, Signalled
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.rendezvous_io.node_checks import AGAIN_S, CHECKING, NodeChecks
@@ -124,14 +123,6 @@ def test_with_warn_nothing_waits_and_the_log_says_what_is_wrong(caplog: pytest.L
     ]
 
 
-def test_off_checks_nothing() -> None:
-    scene = Scenery("off", [])
-    scene.checks.begin("a-1")
-    assert scene.checks.turn(scene.part, 0.0) is None
-    assert scene.part.held_back == ""
-    assert not scene.runs
-
-
 def test_a_node_that_comes_back_is_checked_again_and_one_that_stays_is_not() -> None:
     scene = Scenery("warn", [[GOOD], [GOOD]])
     scene.checks.begin("a-1")
@@ -176,14 +167,6 @@ def test_while_a_probe_hangs_none_is_added_to_it() -> None:
     assert scene.part.held_back == ""
 
 
-def test_a_process_that_has_ended_is_let_go() -> None:
-    scene = Scenery("warn", [[GOOD]])
-    scene.checks.begin("a-1")
-    scene.hear()
-    assert scene.runs[0].closed
-    assert list(scene.checks.runs.pids) == []
-
-
 # --- In the main loop
 
 
@@ -217,10 +200,3 @@ def test_a_node_that_is_not_fit_ends_with_exit_code_73() -> None:
     assert scene.training.started == []
     assert scene.state.findings == (FAILS,)
     assert scene.state.readiness().detail.endswith("gpu-ecc: 3 errors")
-
-
-def test_a_node_that_is_fit_trains() -> None:
-    scene = _loop("fail", [GOOD])
-    scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
-    assert scene.training.started == [1]

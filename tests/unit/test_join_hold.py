@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elastic_agent.rendezvous.node.node_actions import Refusal, Stay
@@ -109,22 +107,6 @@ def test_a_host_of_the_store_stays_for_those_who_train(bench: Bench) -> None:
     assert b.left().why is Result.SUCCEEDED
 
 
-def test_a_host_of_a_store_that_nobody_trains_in_gives_up(bench: Bench) -> None:
-    b = _held(bench, hosts_store=True)
-    b.part.hold_back(UNFIT)
-    bench.after(POLICY.join_timeout_s)
-    assert b.left().why is Refusal.UNFIT
-
-
-def test_the_world_of_another_job_is_refused(bench: Bench) -> None:
-    (a,) = bench.joined("a", policy=replace(ALONE, job="another"))
-    b = _held(bench)
-    b.part.hold_back(UNFIT)
-    bench.settle()
-    assert a.generation == 1
-    assert b.left().why is Refusal.STORE_MISMATCH
-
-
 def test_it_is_checked_again_before_it_joins_anew(bench: Bench) -> None:
     b = _held(bench)
     b.part.hold_back("")
@@ -139,13 +121,3 @@ def test_it_is_checked_again_before_it_joins_anew(bench: Bench) -> None:
     bench.after(TICK_S)
     assert b.count(Grant) == 2
     assert bench.members() == ["b"]
-
-
-def test_what_is_found_while_it_trains_does_not_stop_it(bench: Bench) -> None:
-    b = _held(bench)
-    b.part.hold_back("")
-    bench.settle()
-    b.part.hold_back(UNFIT)
-    bench.after(POLICY.join_timeout_s * 2)
-    assert b.part.held_back == ""
-    assert b.generation == 1

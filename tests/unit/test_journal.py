@@ -133,13 +133,6 @@ def test_a_reader_skips_what_it_cannot_read() -> None:
     assert list(read_events(lines)) == [event]
 
 
-def test_a_field_of_tomorrow_is_ignored() -> None:
-    journal = Journal("a", lambda: 0.0)
-    journal.note(EventKind.WORLD, "one")
-    [event] = journal.since(0, 10)
-    assert EVENT.decode(EVENT.encode(event).replace("{", '{"colour":"red",', 1)) == event
-
-
 # --- In memory
 
 
@@ -274,20 +267,6 @@ def test_a_full_disk_costs_its_events_and_is_told_once(
     assert "events-a.jsonl: No space left on device; the job goes on" in record.getMessage()
 
 
-def test_a_folder_that_cannot_be_made_costs_the_file_alone(
-    tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    journal = a_journal(lost)
-    journal.begin(tmp_path / "file" / "job-run")
-    journal.note(EventKind.LOAD, "one")
-    journal.note(EventKind.LOAD, "two")
-    journal.close()
-    assert lost.events == 2
-    assert len(caplog.records) == 1
-    assert texts(journal.since(0, 10)) == ["one", "two"]
-
-
 def flushed(journal: Kept) -> None:
     done = threading.Event()
     journal.files.do(done.set)
@@ -303,16 +282,6 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
     file = tmp_path / "job-run" / "configuration-a.toml"
     assert file.read_text() == "nnodes = 2\n"
     assert file.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_file_beside_that_cannot_be_written_costs_no_event(tmp_path: Path, lost: Lost) -> None:
-    (tmp_path / "job-run" / "configuration-a.toml").mkdir(parents=True)
-    journal = Kept(lost, {"configuration-a.toml": "nnodes = 2"})
-    journal.begin(tmp_path / "job-run")
-    journal.note(EventKind.LOAD, "one")
-    journal.close()
-    [written] = (tmp_path / "job-run").glob("*.jsonl")
-    assert "one" in written.read_text()
 
 
 def test_a_file_that_the_disk_has_lost_is_opened_again(

@@ -141,17 +141,6 @@ def test_a_lease_that_is_due_is_gone_even_if_nobody_looked() -> None:
     assert kv.read(("",), 10.0).entries == ()
 
 
-def test_a_refused_transaction_does_not_mind_a_lease_that_is_gone() -> None:
-    assert not KvState().transact((Compare("a", 7),), (Put("b", "", 99),), 0.0).succeeded
-
-
-def test_leases_are_never_numbered_twice() -> None:
-    kv = KvState()
-    first = kv.grant(10.0, 0.0)
-    kv.revoke(first)
-    assert kv.grant(10.0, 0.0) != first
-
-
 def test_a_lease_without_end_lives_until_it_is_revoked() -> None:
     kv = KvState()
     lease = kv.grant(math.inf, 0.0)

@@ -174,21 +174,6 @@ def test_without_the_store_the_worker_goes_on_and_nothing_is_written_later(
     assert scene.stop is None
 
 
-def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
-    asked: list[bool] = []
-
-    class Watched(MemoryStore):
-        def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-            asked.append(scene.answers.asks(7, 1))
-            return super().read(scopes, oldest_under)
-
-    scene.store = scene.answers._store = Watched()
-    assert not scene.answers.asks(7, 1)
-    scene.report(StepStatus.FINISHED, 1, 20)
-    assert asked == [True]
-    assert not scene.answers.asks(7, 1)
-
-
 def test_the_stop_is_read_as_the_store_has_it_or_as_unknown(scene: Scene) -> None:
     scene.answers.read_stop(7, scene.recorder.stop_read)
     assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, None)

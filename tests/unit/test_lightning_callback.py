@@ -242,13 +242,6 @@ def test_scores_that_differ_between_ranks_are_carried_as_plain_numbers(library: 
     assert waited["best"].item() == torch.tensor(0.1).item()
 
 
-def test_the_states_of_others_go_on(library: Any, tmp_path: Path) -> None:
-    trainer = Trainer(library.ElasticCallback(str(tmp_path), save_every=3))
-    trainer.callbacks[0].waited = 7
-    trainer.fit(loader_of(), until=3)
-    assert run(library, tmp_path, until=4).callbacks[0].waited == 7
-
-
 def test_a_finished_training_does_no_more_step(library: Any, tmp_path: Path) -> None:
     assert run(library, tmp_path).global_step == 24
     again = run(library, tmp_path)

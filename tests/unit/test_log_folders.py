@@ -125,22 +125,6 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     assert choose_folders(logs) == (logs, None)
 
 
-@pytest.mark.parametrize(
-    ("logs", "given", "wanted"),
-    [
-        (LogConfig(), None, False),
-        (LogConfig(tee=Streams(1)), None, True),
-        (LogConfig(Path("logs"), tee=Streams(1)), Path("logs"), True),
-        (LogConfig(Path("/dev/null"), tee=Streams(1)), None, True),
-    ],
-)
-def test_what_is_configured_is_known_without_a_look_at_the_disk(
-    monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, wanted: bool
-) -> None:
-    monkeypatch.setattr(folders, "try_out", lambda place: pytest.fail("the disk is touched"))
-    assert (logs.given_directory, logs.wants_files) == (given, wanted)
-
-
 def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

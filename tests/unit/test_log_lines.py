@@ -30,10 +30,6 @@ def test_a_line_has_what_programs_look_for() -> None:
     }
 
 
-def test_before_the_first_generation_there_is_none() -> None:
-    assert "generation" not in json.loads(JsonLines("a", lambda: 0).format(record("hello")))
-
-
 @pytest.mark.parametrize("text", ["two\nlines", 'a "quote"', "\x1b[31m", "\udcff", "\u2028", "ü"])
 def test_any_text_is_one_line_and_comes_back(text: str) -> None:
     line = JsonLines("a", lambda: 0).format(record("%s", text))
@@ -51,12 +47,6 @@ def test_a_traceback_is_part_of_its_line() -> None:
     line = JsonLines("a", lambda: 0).format(failed)
     assert len(line.splitlines()) == 1
     assert json.loads(line)["exception"].endswith("ValueError: no")
-
-
-def test_a_second_that_is_about_to_begin_has_no_thousand_milliseconds() -> None:
-    late = record("now")
-    late.created = 1_772_366_400.9996
-    assert json.loads(JsonLines("a", lambda: 0).format(late))["time"] == "2026-03-01T12:00:01.000Z"
 
 
 def test_lines_for_people_name_date_zone_and_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,25 +165,6 @@ def test_of_a_bar_that_is_drawn_often_little_is_shown(rig: Rig) -> None:
     assert rig.file("stdout") == b"".join(b"\r%d%%" % percent for percent in range(100))
 
 
-def test_the_last_state_of_a_bar_that_waits_is_shown_when_its_stream_ends(rig: Rig) -> None:
-    out, _ = rig.worker()
-    os.write(out, b"\r1%")
-    eventually(lambda: rig.out() == b"[n1/0] 1%\n")
-    os.write(out, b"\r2%\r3%")
-    os.close(out)
-    eventually(lambda: rig.out() == b"[n1/0] 1%\n[n1/0] 3%\n")
-
-
-def test_lines_of_two_ranks_that_arrive_in_halves_stay_whole(rig: Rig) -> None:
-    (zero, _), (one, _) = rig.worker(rank=0), rig.worker(rank=1)
-    os.write(zero, b"zero be")
-    eventually(lambda: rig.file("stdout", rank=0) == b"zero be")
-    os.write(one, b"one begins\n")
-    eventually(lambda: rig.out() == b"[n1/1] one begins\n")
-    os.write(zero, b"gins\n")
-    eventually(lambda: rig.out() == b"[n1/1] one begins\n[n1/0] zero begins\n")
-
-
 def test_a_last_line_without_newline_is_shown_at_end_of_file_and_at_detach(rig: Rig) -> None:
     out, err = rig.worker()
     os.write(out, b"ended")
@@ -247,15 +228,6 @@ def test_drain_ends_though_another_process_writes_without_end(rig: Rig) -> None:
     finally:
         stop.set()
         thread.join()
-
-
-def test_what_is_not_read_is_not_drained(tmp_path: Path) -> None:
-    with (tmp_path / "console").open("wb", buffering=0) as console:
-        shown = Console("n1", console.fileno(), console.fileno())
-        logs = Logs(None, "n1", shown)  # not started: nobody reads
-        (out_read, _), (err_read, _) = os.pipe(), os.pipe()
-        logs.attach(1, 0, (out_read, err_read), ROUTES)
-        assert not drained(logs, 1, 0, 0.01)
 
 
 def test_the_tail_is_the_last_lines_of_stderr_with_the_newest_state_of_a_bar(rig: Rig) -> None:
@@ -431,34 +403,6 @@ def test_what_no_file_takes_is_shown_whatever_the_route(
     rig.close()
 
 
-def test_a_disk_that_is_full_in_the_middle_of_the_last_write_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = tmp_path / "disk"
-    with tiny_disk(disk, "size=16k"):
-        rig = Rig(disk / "logs", tmp_path)
-        (out_read, out), (err_read, _) = os.pipe(), os.pipe()
-        os.write(out, b"x" * 60_000)
-        rig.logs.attach(1, 0, (out_read, err_read), ROUTES)
-        rig.close()
-    assert len(disk_warnings(caplog)) == 1
-
-
-def test_a_log_directory_that_cannot_be_made_warns_once_for_all_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "in-the-way").write_text("a file")
-    rig = Rig(tmp_path / "in-the-way" / "logs", tmp_path)
-    for generation in (1, 2):
-        for rank in range(2):
-            out, _ = rig.worker(generation, rank)
-            os.write(out, b"still shown\n")
-    eventually(lambda: rig.out().count(b"still shown\n") == 4)
-    assert rig.logs.log_file(1, 0) is None
-    rig.close()
-    assert len(disk_warnings(caplog)) == 1
-
-
 def test_a_disk_with_room_again_takes_what_comes_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -476,18 +420,6 @@ def test_a_disk_with_room_again_takes_what_comes_then(
     assert file.read_bytes() in (b"kept\n", b"shown\nkept\n"), (
         "the disk may have had room again for all that was on its way"
     )
-
-
-def test_without_a_directory_lines_go_to_the_console_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig(None, tmp_path)
-    out, _ = rig.worker()
-    os.write(out, b"hello\n")
-    rig.close()
-    assert rig.out() == b"[n1/0] hello\n"
-    assert rig.logs.log_file(1, 0) is None
-    assert caplog.records == []
 
 
 def test_a_console_that_is_gone_costs_the_console_only(

@@ -6,8 +6,6 @@ Time is virtual: where the loop would wait for an event, the clock goes on to th
 from __future__ import annotations
 
 import errno
-import json
-import math
 import queue
 import random
 import signal
@@ -32,21 +30,17 @@ from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness import Peer
-from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Start
+from elastic_agent.rendezvous.node.node_actions import Drain, Leave
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
-    Cause,
-    CauseKind,
     Condition,
     DrainRequest,
-    Endpoint,
     Failure,
     Member,
     NodeRecord,
     PeerStatus,
-    Phase,
     Result,
     World,
     drain_key,
@@ -378,26 +372,6 @@ def test_what_is_in_memory_is_handed_over_before_the_last_saves_and_in_their_tim
     assert scene.handing.told[-1] == "report_lost"
 
 
-def test_a_node_that_has_handed_over_to_a_world_that_trains_does_so_no_more() -> None:
-    scene = Scene(hands_over_in_s=1.0)
-    handing = scene.handing
-    assert handing is not None
-    begin = handing.begin
-
-    def begin_and_let_the_world_go_on(*given: Any, **more: Any) -> None:
-        begin(*given, **more)
-        assert scene.loop._handing is not None
-        earlier = replace(scene.loop._handing, generation=0)
-        scene.plan[scene.now + 0.5] = lambda: setattr(scene.loop, "_handing", earlier)
-
-    handing.begin = begin_and_let_the_world_go_on  # type: ignore[method-assign]
-    scene.at(10.0, Signalled(signal.SIGTERM))
-    scene.loop.run()
-    assert len(handing.begun) == 1
-    assert handing.again == []
-    assert handing.told[-1] == "report_lost"
-
-
 def test_a_second_signal_cuts_a_handover_short() -> None:
     scene = Scene(hands_over_in_s=20.0)
     scene.at(10.0, Signalled(signal.SIGINT))
@@ -663,32 +637,6 @@ def test_what_the_machine_lacks_for_a_port_ends_the_agent_only_if_it_lasts(lasts
     assert (scene.loop.run().code is ExitCode.NOT_HERE) == (lasts_s > TRIES_AGAIN_S)
 
 
-def test_a_lack_of_a_port_that_is_over_is_not_one_of_workers_that_lasts(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Each is tried once more."""
-    scene = Scene()
-    lacks = [PortLacking("too many open files")]
-
-    def bind() -> Any:
-        if lacks:
-            raise lacks.pop()
-        return scene.listener()
-
-    scene.port._bind = bind
-    assert scene.loop.new_port() is None
-    scene.now += TRIES_AGAIN_S
-    assert scene.loop.new_port() is not None
-    scene.training.lacks_until = math.inf
-    member = Member("a", "a-1", 1, 0)
-    world = World("job", 1, Phase.RUNNING, (member,), Endpoint("host-a", 1), Cause(CauseKind.START))
-    scene.loop.carry_out(Start(world, member), scene.now)
-    assert "that lasts" not in caplog.text
-    scene.now += TRIES_AGAIN_S
-    scene.loop.carry_out(Start(world, member), scene.now)
-    assert "too many open files: that lasts, and this node leaves" in caplog.text
-
-
 @pytest.mark.parametrize("lasts_s", [3.0, 30.0])
 def test_what_the_machine_lacks_to_see_workers_gone_ends_the_agent_only_if_it_lasts(lasts_s: float) -> None:
     scene = Scene()
@@ -789,16 +737,6 @@ def test_other_threads_read_whole_turns_and_nothing_in_between() -> None:
     assert scene.participant.snapshot.incarnation == "a-1.1"
 
 
-def test_what_other_threads_read_hangs_on_the_snapshot_alone() -> None:
-    scene = Scene()
-    scene.at(10.0, Signalled(signal.SIGTERM))
-    scene.loop.run()
-    told = scene.state.readiness(), json.loads(scene.state.introduction())
-    scene.loop._training = None  # type: ignore[assignment]
-    scene.loop._participant = SimpleNamespace(snapshot=scene.participant.snapshot)  # type: ignore[assignment]
-    assert (scene.state.readiness(), json.loads(scene.state.introduction())) == told
-
-
 def test_readiness_names_what_is_waited_for() -> None:
     scene = Scene()
     told = []
@@ -861,11 +799,3 @@ def test_only_a_node_outside_the_running_world_stands_by(
         seen[0], incarnation=incarnation, good_until=good_until, undisturbed=0, waiting_for="the others"
     )
     assert scene.state.readiness() == answer
-
-
-def test_saves_that_are_finished_are_no_end_by_themselves() -> None:
-    scene = Scene()
-    scene.at(5.0, lambda: scene.loop._saves_finished(""))
-    scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
-    assert scene.training.started == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,29 +27,6 @@ def test_a_port_that_answers_is_asked_once() -> None:
         connection, _ = server.accept()
         with connection:
             assert connection.recv(1) == b""
-
-
-@pytest.mark.parametrize(
-    ("error", "found"),
-    [
-        (TimeoutError("timed out"), "no answer"),
-        (OSError(errno.EHOSTUNREACH, "No route to host"), "no route to host"),
-        # what iptables' REJECT answers by default
-        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "connection refused"),
-    ],
-)
-def test_the_warning_names_both_nodes_and_who_need_not_care(
-    monkeypatch: pytest.MonkeyPatch, error: OSError, found: str
-) -> None:
-    def silent(to: tuple[str, int], timeout_s: float) -> socket.socket:
-        raise error
-
-    monkeypatch.setattr(socket, "create_connection", silent)
-    monkeypatch.setattr(generation, "WARN_AFTER_S", 0.0)
-    assert (
-        f"generation 7: node a does not reach 127.0.0.1:1 of node b, where the workers meet: {found}. "
-        "Harmless for scripts that do not use MASTER_PORT. If a packet filter"
-    ) in away(1)
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,15 +47,3 @@ def test_torchs_handlers_are_called_with_what_they_were_called_with(
     warn_of_other_port()
     assert list(handlers["env"]("env://", timeout=5)) == [("env://", {"timeout": 5})]
     assert capsys.readouterr().err.count("meets at port 29500") == 1
-
-
-def test_torch_has_the_handlers() -> None:
-    """`worker/steps/torch_workarounds.py` leans on a private name."""
-    assert {"env", "tcp"} <= set(rendezvous._rendezvous_handlers)
-
-
-def test_a_torch_without_them_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(rendezvous, "_rendezvous_handlers")
-    warn_of_other_port()
-    monkeypatch.delitem(sys.modules, "torch.distributed.rendezvous")
-    warn_of_other_port()

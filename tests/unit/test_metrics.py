@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.workers import hang_detector as detector
@@ -59,11 +59,6 @@ def test_the_labels_of_hangs_are_those_of_the_detector() -> None:
     stalls: list[Any] = [None, object()]
     found = {detector.HangDetector.state(watch, stall) for watch, stall in product(watches, stalls)}
     assert found == set(HANG_STATES)
-
-
-def test_an_attribute_is_named_like_its_metric() -> None:
-    metrics = new_metrics()
-    assert [getattr(metrics, family.name) for family in metrics.families] == metrics.families
 
 
 def test_every_series_carries_run_id_and_node_and_its_own_labels_only() -> None:
@@ -114,26 +109,6 @@ def test_counters_and_histograms_exist_before_their_first_event() -> None:
     assert value(metrics, "checkpoint_save_duration_seconds_count", tier="memory") == 0
 
 
-def test_a_gauge_without_a_known_value_is_absent() -> None:
-    metrics = new_metrics()
-    unknown = ["step", "last_step_timestamp_seconds"]
-    assert [value(metrics, name) for name in unknown] == [None, None]
-    assert value(metrics, "restart_budget_remaining", kind="failure") is None
-    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="local") is None
-
-
-def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
-    metrics = new_metrics()
-    versions = {"version": "0.1.0", "torch_version": "2.13", "nccl_version": "", "python_version": ""}
-    assert value(metrics, "build_info", **versions) == 1
-    assert value(metrics, "up_since_timestamp_seconds") == 1_700_000_000.25
-    assert value(metrics, "min_nodes") == 1
-    assert value(metrics, "rendezvous_generation") == 0
-    assert value(metrics, "world_size") == 0
-    assert value(metrics, "backoff_seconds") == 0
-    assert value(metrics, "coordinator") == 0
-
-
 @pytest.mark.parametrize("state", STATES)
 def test_exactly_the_entered_state_is_one(state: str) -> None:
     metrics = new_metrics()
@@ -168,15 +143,6 @@ def test_an_observation_counts_in_every_bucket_from_its_own_up(observed_s: float
     assert counts == [0.0] * below + [1.0] * (len(bounds) - below)
 
 
-def test_a_budget_without_a_cap_is_infinite() -> None:
-    metrics = new_metrics()
-    metrics.restart_budget_remaining.set(math.inf, kind="failure")
-    assert (
-        b'elastic_agent_restart_budget_remaining{kind="failure",node="node-a",run_id="run-1"} +Inf'
-        in metrics.render()
-    )
-
-
 @pytest.mark.parametrize(
     ("write", "named"),
     [
@@ -197,12 +163,6 @@ def test_a_label_outside_its_closed_set_is_refused_and_named(
     with pytest.raises(ValueError, match=named):
         write(metrics)
     assert len(metrics.render().splitlines()) == before
-
-
-def test_a_local_rank_is_given_as_a_number() -> None:
-    metrics = new_metrics()
-    metrics.worker_exits_total.inc(local_rank=1, reason="killed")
-    assert value(metrics, "worker_exits_total", local_rank="1", reason="killed") == 1
 
 
 def test_a_scrape_never_sees_half_a_transition() -> None:
@@ -230,13 +190,6 @@ def test_a_scrape_never_sees_half_a_transition() -> None:
         stop.set()
         mover.join()
         sys.setswitchinterval(switch_interval)
-
-
-def test_two_agents_in_one_process_share_nothing() -> None:
-    one, other = new_metrics(), new_metrics(node="node-b")
-    one.restarts_total.inc(reason="killed")
-    assert b'restarts_total{node="node-b",reason="killed",run_id="run-1"} 0.0' in other.render()
-    assert not any(metric.name.startswith(PREFIX) for metric in REGISTRY.collect())
 
 
 def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.machine import network as module
 from elastic_agent.agent.machine.network import (
-    MOST_LISTED,
     HostNetwork,
     Interface,
     Network,
@@ -158,14 +157,6 @@ def test_what_this_node_does_not_have_is_refused(wanted: NetworkRequest, problem
         assert re.match(expected, str(problem)), problem
 
 
-def test_a_host_with_many_interfaces_is_not_listed_to_the_end() -> None:
-    many = tuple(an_interface(f"veth{i}") for i in range(300)) + HOST + HOST
-    with pytest.raises(ConfigError) as caught:
-        choose(NetworkRequest(address="10.9.9.9"), HostNetwork(many))
-    assert str(caught.value).count("veth") == 0
-    assert f"and {len(many) - MOST_LISTED} more" in str(caught.value)
-
-
 def variables(choice: Network, **inherited: str) -> dict[str, str]:
     return compose(inherited, network_variables(choice))
 
@@ -294,7 +285,3 @@ def test_only_active_rdma_ports_count(tmp_path: Path) -> None:
     ):
         write(ports / device / "ports" / str(number) / "state", state)
     assert rdma_ports(tmp_path) == ("mlx5_0:1", "mlx5_1:1")
-
-
-def test_a_machine_without_rdma_has_none(tmp_path: Path) -> None:
-    assert rdma_ports(tmp_path) == ()

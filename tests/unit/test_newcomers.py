@@ -6,32 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.exclusions import exclude
 from elastic_agent.rendezvous.messages import Limits, Program, Recheck, differences
 from elastic_agent.rendezvous.node.node_actions import Refusal
 from elastic_agent.rendezvous.node.self_checks import STANDSTILL_S
 from elastic_agent.rendezvous.records import (
-    WORLD_KEY,
-    Cause,
-    CauseKind,
-    Endpoint,
     Failure,
-    Member,
     Phase,
-    Result,
-    World,
 )
 
 from .bench import POLICY, TTL_S, Bench, Peer
 
-STOOD = World(
-    "job",
-    7,
-    Phase.RUNNING,
-    (Member("z", "z-1", 1, 0),),
-    Endpoint("host-z", 1),
-    Cause(CauseKind.SUCCESS, detail="it is over"),
-)
 OURS = Program("train.py", "1" * 64, "aa", lease_ttl_s=5.0)
 THEIRS = replace(OURS, digest="2" * 64)
 
@@ -144,13 +128,6 @@ def excluded(bench: Bench) -> Peer:
     return bad
 
 
-def test_an_excluded_node_says_why_and_stays(bench: Bench) -> None:
-    bad = excluded(bench)
-    bad.part.request(bench.now)
-    assert bad.part.waiting_for.startswith("excluded: each of 2 failures in a row began there alone")
-    assert "`elastic-agent readmit c`" in bad.part.waiting_for
-
-
 def test_an_excluded_node_comes_back_when_it_has_passed_its_check_after_the_cool_down(bench: Bench) -> None:
     bad = excluded(bench)
     for times in (1, 2):
@@ -231,25 +208,3 @@ def test_a_job_that_stands_still_waits_for_no_cool_down(bench: Bench) -> None:
     bad.part.rechecked(bench.now, passed=True, summary="")
     bench.settle()
     assert bench.members() == ["a", "c"]
-
-
-def test_an_exclusion_ends_with_its_job() -> None:
-    bench = Bench()
-    lasting = replace(POLICY, store_outlives_job=True, runs_again=True)
-    ended = replace(
-        STOOD,
-        phase=Phase.ENDED,
-        result=Result.SUCCEEDED,
-        exclusions=exclude((), "a", "a-0", "gpu_fault", "GPU 3 is sick"),
-    )
-    bench.put(WORLD_KEY, ended.to_json())
-    a = bench.join("a", lasting)
-    bench.settle()
-    assert not a.part.recheck_due(bench.now)
-    b = bench.join("b", lasting)
-    bench.settle()
-    assert bench.members() == ["a", "b"]
-    assert b.generation == ended.generation + 1
-    world = bench.world()
-    assert world is not None
-    assert world.exclusions == ()

@@ -23,12 +23,8 @@ from elastic_agent.health.checks.machine import (
     check_shared_memory,
 )
 from elastic_agent.health.checks.runner import (
-    AT_JOIN,
     BY_NAME,
-    NODE_CHECKS,
-    REQUEST,
     CheckAnswer,
-    RunRequest,
     checks_for,
     findings_of,
 )
@@ -257,11 +253,6 @@ def test_xids(
     _expect(check_xids(NodeNeeds(gpus=GPUS), str(log)), outcome, said)
 
 
-def test_a_kernel_log_that_this_user_may_not_read_is_unknown(tmp_path: Path) -> None:
-    found = check_xids(NodeNeeds(gpus=GPUS), str(tmp_path / "none"))
-    _expect(found, UNKNOWN, "may not read the kernel's log -> run as root")
-
-
 # --- The table
 
 
@@ -273,22 +264,7 @@ def test_a_job_without_gpus_and_directories_has_fewer_checks() -> None:
     ]
 
 
-def test_a_job_that_needs_everything_has_all_checks() -> None:
-    everything = NodeNeeds(log_directory="/l", gpus=("0",), rdma=True)
-    assert checks_for(everything) == NODE_CHECKS
-
-
-def test_no_two_checks_have_findings_of_one_name() -> None:
-    assert len(AT_JOIN) == len(set(AT_JOIN))
-
-
 def test_a_probe_that_does_not_answer_is_a_finding() -> None:
     silent = CheckAnswer("log-directory", problem="has not answered within 5 s")
     (found,) = findings_of(BY_NAME[silent.check], silent)
     _expect(found, FAIL, "the probe has not answered within 5 s", "its disk or file server does not answer")
-
-
-def test_needs_travel() -> None:
-    needs = NodeNeeds(ranks=64, gpus=("0", "1"), rdma=True)
-    request = RunRequest({"open-files": 5.0}, needs)
-    assert REQUEST.decode(REQUEST.encode(request)) == request

@@ -257,15 +257,6 @@ def test_it_is_said_once_when_a_rank_is_slow_and_once_when_it_is_no_more(
     assert told == [(3, "b", "slow"), (3, "b", "recovered")]
 
 
-def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
-    observer: Observer, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    observer.update(compared(SLOW), None, 0.0)
-    observer.update(compared(PaceComparison(4, 200_000), generation=4), None, 0.0)
-    assert len(caplog.records) == 1
-
-
 # ---------------------------------------------------------------- checkpoints
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -120,37 +118,6 @@ def test_a_pass_within_a_pass_counts_once(waits: Waits) -> None:
     assert waits.total_ns == 1
 
 
-@pytest.mark.usefixtures("ticking")
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_several_tensors_or_none_go_through_one_pass(waits: Waits, count: int) -> None:
-    torch.autograd.backward([torch.ones(1, requires_grad=True).sum() for _ in range(count)])
-    assert waits.total_ns == min(count, 1), "without a tensor there is no pass, and none of it to wait for"
-
-
-def test_a_tensor_without_a_graph_is_refused_by_torch_itself(waits: Waits) -> None:
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch.ones(1).sum().backward()
-    weight = torch.ones(1, requires_grad=True)
-    weight.sum().backward()
-    assert weight.grad is not None
-
-
-def test_an_error_of_a_hook_leaves_the_next_pass_alone(waits: Waits) -> None:
-    weight = torch.ones(1, requires_grad=True)
-    loss = (weight * 2).sum()
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ValueError("no")
-
-    hook = weight.register_hook(fail)
-    with pytest.raises(ValueError, match="no"):
-        loss.backward(retain_graph=True)
-    hook.remove()
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0]
-
-
 @pytest.mark.parametrize("compiled_autograd", [False, True])
 def test_a_compiled_model_trains(waits: Waits, compiled_autograd: bool) -> None:
     layer = torch.nn.Linear(2, 2)
@@ -162,55 +129,10 @@ def test_a_compiled_model_trains(waits: Waits, compiled_autograd: bool) -> None:
     assert layer.weight.grad.tolist() == [[3.0, 3.0]] * 2
 
 
-def test_the_compiler_goes_through_torch_s_own_functions(
-    waits: Waits, recwarn: pytest.WarningsRecorder
-) -> None:
-    weight = torch.ones(3, requires_grad=True)
-
-    @torch.compile(backend="eager")
-    def train(batch: torch.Tensor) -> torch.Tensor:
-        (weight * batch).sum().backward()
-        return batch * 2
-
-    assert train(torch.ones(3)).tolist() == [2.0] * 3
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [1.0] * 3
-    assert [str(one.message) for one in recwarn if "Dynamo" in str(one.message)] == []
-
-
-def test_what_takes_a_name_of_torch_is_pickled_by_that_name(waits: Waits) -> None:
-    assert pickle.loads(pickle.dumps(torch.autograd.backward)) is torch.autograd.backward
-    assert torch.autograd.backward.__module__ == "torch.autograd"
-
-
 def test_waits_of_other_threads_do_not_count() -> None:
     waits = Waits(thread=-1)
     assert waits.timed(lambda number: number + 1)(1) == 2
     assert waits.total_ns == 0
-
-
-@pytest.mark.usefixtures("ticking")
-def test_a_wait_within_a_wait_counts_once() -> None:
-    waits = Waits(torch_workarounds._ident())
-    inner = waits.timed(lambda: None)
-    waits.timed(inner)()
-    assert waits.total_ns == 1
-
-
-def test_another_torch_loses_the_measure_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without any of the names, and one whose classes cannot be changed."""
-    empty = ModuleType("torch.distributed")
-    monkeypatch.setitem(sys.modules, "torch.distributed", empty)
-    monkeypatch.setitem(sys.modules, "torch.autograd", ModuleType("torch.autograd"))
-    assert torch_workarounds.watch_waits() is not None
-    assert vars(empty).keys() == vars(ModuleType("torch.distributed")).keys()
-    empty.Work = int  # type: ignore[attr-defined]
-    assert torch_workarounds.watch_waits() is not None
-
-
-def test_a_script_without_torch_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert torch_workarounds.watch_waits() is None
 
 
 def test_time_before_the_first_step_is_no_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,16 +48,6 @@ def test_totals_are_kept_at_some_instants_and_a_pause_is_none_of_steps() -> None
     assert rate.read(115.0) == [(14.0, 0, 0), (11.5, 7, 0), (1.5, 7, 0), (1.0, 7, 3)]
 
 
-def test_a_short_time_is_not_made_longer_or_shorter() -> None:
-    rate = StepRate()
-    rate.add(101.0, 101.04, 1, 0)
-    assert rate.read(101.06) == [(0.06, 0, 0), (0.02, 1, 0)]
-
-
-def test_before_the_first_step_no_rate_is_known() -> None:
-    assert StepRate().read(7.0) == []
-
-
 @pytest.mark.parametrize("hours", [1, 5, 100])
 def test_the_whole_job_is_there_in_bounded_memory(hours: int) -> None:
     rate = StepRate(most=100)
@@ -250,13 +240,6 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
     assert rules["connect-src"] == "'self'"
     assert rules["require-trusted-types-for"] == "'script'"
     assert headers["X-Content-Type-Options"] == "nosniff"
-
-
-@pytest.mark.parametrize(
-    "words", ["innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "style="]
-)
-def test_the_page_has_no_way_to_make_markup_of_a_text(words: str) -> None:
-    assert words not in read_page().body.decode()
 
 
 def test_the_page_is_complete() -> None:

@@ -91,10 +91,6 @@ def test_another_program_at_the_port_is_named_so(answer: bytes, obstacle: str) -
         assert reach(HERE, [facts(port)]) == {"b": obstacle}
 
 
-def test_an_address_that_is_not_ours_is_our_own_trouble() -> None:
-    assert reach("192.0.2.1", [facts(29500)]) == {"b": "own"}
-
-
 def test_strangers_neither_hang_nor_crash_the_server() -> None:
     with serving() as port, contextlib.ExitStack() as strangers:
         for said in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 32):

@@ -18,7 +18,6 @@ from elastic_agent.health.checks.pairs import (
     PeerFinding,
     locate_faults,
     make_report,
-    pair_of,
     rounds,
     tried_by,
 )
@@ -196,16 +195,6 @@ def test_a_slow_link_is_named_with_its_rate() -> None:
     assert the(report, "peer-bandwidth")[0].summary == "100 MB/s between b and d, 10% of the usual"
 
 
-def test_of_three_nodes_two_may_be_near_each_other() -> None:
-    report = report_of(nodes("abc"), lambda *pair: FAST * (0.1 if "c" in pair else 1.0))
-    assert blamed(report, "peer-bandwidth") == [(WARN, ("c",), (), False)]
-
-
-def test_of_two_nodes_none_is_slow_as_nothing_is_usual() -> None:
-    report = report_of(nodes("ab"), lambda *pair: 10.0)
-    assert [outcome for outcome, *_ in blamed(report, "peer-bandwidth")] == [OK]
-
-
 def test_nodes_of_one_machine_are_not_compared_with_others() -> None:
     """Each two of eight nodes are pods of one machine, of which four have a short way that the others do not need."""
     machines = {name: a_node(name, machine=f"m{number // 2}") for number, name in enumerate("abcdefgh")}
@@ -229,12 +218,6 @@ def test_nodes_without_torch_are_named_and_not_blamed() -> None:
     assert "no torch on a, b" in the(report, "peer-all-reduce")[0].summary
 
 
-def test_who_is_missing_is_said_by_who_came() -> None:
-    report = report_of(nodes("ab"), wanted=3)
-    assert report.missing == 1
-    assert report.findings[0].summary == "2 of 3 nodes came: a, b"
-
-
 def test_nothing_follows_from_tries_with_a_node_that_ended() -> None:
     blocked = {(name, "c"): "refused" for name in "abd"}
     made = given(nodes("abcd"), lambda *pair: "reset" if "c" in pair else FAST, blocked)
@@ -243,13 +226,6 @@ def test_nothing_follows_from_tries_with_a_node_that_ended() -> None:
     assert [(one.check, one.nodes) for one in report.findings if one.outcome is FAIL] == [
         ("peer-present", ("c",))
     ]
-
-
-def test_a_node_that_the_others_have_seen_before_is_named_as_gone() -> None:
-    there = {name: a_node(name, seen=("a", "b", "c")) for name in "ab"}
-    report = report_of(there, wanted=3)
-    assert (report.nodes, report.missing) == (("a", "b", "c"), 0)
-    assert blamed(report, "peer-present") == [(FAIL, ("c",), (), True)]
 
 
 def test_what_a_node_found_out_about_itself_is_in_the_report_of_all() -> None:
@@ -272,7 +248,3 @@ def test_what_differs_between_nodes_is_a_warning(trait: str, check: str, said: s
     report = report_of({**here, "d": odd})
     assert blamed(report, check) == [(WARN, ("d",), (), True)]
     assert the(report, check)[0].summary == said
-
-
-def test_a_pair_has_one_order() -> None:
-    assert pair_of("b", "a") == pair_of("a", "b") == ("a", "b")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_agent.worker import ClusterEnvironmentError, init_process_group
+from elastic_agent.worker import init_process_group
 from elastic_agent.worker.ranks.process_group import default_backend
 from elastic_agent.worker.wire.environment import PROCESS_GROUP_TIMEOUT
 
@@ -45,18 +43,6 @@ def test_the_script_s_own_timeout_is_stronger_than_the_agents_and_that_than_torc
         assert backend.options._timeout.total_seconds() == timeout_s
     finally:
         dist.destroy_process_group()
-
-
-def test_a_torch_without_torch_distributed_is_refused_by_its_own_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And not by an import that it lacks."""
-    monkeypatch.delitem(sys.modules, "elastic_agent.worker.ranks.process_group")
-    monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", None)
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    module = importlib.import_module("elastic_agent.worker.ranks.process_group")
-    with pytest.raises(ClusterEnvironmentError, match="install another one"):
-        module.init_process_group("gloo")
 
 
 @pytest.mark.parametrize(

@@ -200,42 +200,6 @@ def test_a_listener_hears_no_more_once_it_is_ended(ours: SharedProgress) -> None
     stays()
 
 
-def test_a_listener_hears_of_steps_that_are_seen_already(ours: SharedProgress) -> None:
-    seen: list[int | None] = []
-    progress.on_step(lambda step: seen.append(ours.read().step))
-    progress.step(8)
-    assert seen == [8], "what the listener does may take long, and is no part of the step"
-
-
-def test_what_a_listener_raises_leaves_the_step(ours: SharedProgress) -> None:
-    def give_up(step: int) -> None:
-        raise SystemExit(83)
-
-    progress.on_pending = give_up
-    ours.words[shared_progress.PENDING] = 1
-    with pytest.raises(SystemExit):
-        progress.step(1)
-
-
-@pytest.mark.parametrize("every", [0, -1])
-def test_a_listener_that_could_never_hear_is_refused(ours: SharedProgress, every: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        progress.on_step(print, every=every)
-
-
-def test_nothing_is_asked_of_torch() -> None:
-    program = (
-        "import sys, elastic_agent.worker\nelastic_agent.worker.step(1)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_a_pending_change_without_anybody_who_follows_it_changes_nothing(ours: SharedProgress) -> None:
-    ours.words[shared_progress.PENDING] = 1
-    progress.step(1)
-    assert ours.read().step == 1
-
-
 LEFT_TO_AGENT = """
 import os, signal, subprocess, sys
 from elastic_agent.worker.steps.signals import script_handles_sigterm

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import sys
-import types
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -158,15 +156,6 @@ def test_a_device_that_multiplies_wrong_is_named(
     monkeypatch.setattr(torch, "equal", equal)
     arithmetic.main()
     assert '"wrong": ["cpu"' in capsys.readouterr().out
-
-
-def test_without_torch_nothing_is_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
-    assert isinstance(sys.modules["torch"], types.NoneType)
-    arithmetic.main()
-    assert capsys.readouterr().out == '{"devices": []}\n'
 
 
 def test_a_process_that_fails_or_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.commands.report import main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.output.journal import EVENT
-from elastic_agent.agent.output.log_files import MARK, RunFolder, run_folder
+from elastic_agent.agent.output.log_files import MARK
 
 from .test_run_report import Journal, failing_once
 
@@ -85,14 +85,6 @@ def test_a_job_stands_for_its_newest_run(
     shown, said = capsys.readouterr()
     assert shown.startswith("run jobs-1:")
     assert said == f"elastic-agent: {tmp_path}/jobs-1, the newest run there\n"
-
-
-def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> None:
-    folder = RunFolder(run_folder(tmp_path, "a.job-7", "0123abcd"))
-    folder.hold()
-    write(folder.path, failing_once())
-    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == ExitCode.SUCCESS
-    folder.release()
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,6 @@ def test_reports_go_on_when_the_agent_comes_back(agent: Agent, tmp_path: Path) -
     assert returned.received() == [loaded(3)]
 
 
-def test_nothing_is_left_open_for_the_end_of_the_process_to_complain_of(agent: Agent) -> None:
-    before = os.listdir("/proc/self/fd")
-    reporter = Reporter(agent.environ)
-    reporter.send(lambda g, r: loaded(1))
-    assert os.listdir("/proc/self/fd") == before
-    assert agent.received() == [loaded(1)]
-
-
 def test_a_full_queue_does_not_block(agent: Agent) -> None:
     reporter = Reporter(agent.environ)
     for _ in range(10_000):
@@ -119,11 +111,6 @@ def test_a_wrong_environment_is_named_and_ignored(
     Reporter({**agent.environ, **change}).send(lambda g, r: loaded(1))
     assert agent.received() == []
     assert "no reports to the agent" in caplog.text
-
-
-def test_without_an_agent_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
-    Reporter({}).send(lambda g, r: loaded(1))
-    assert caplog.text == ""
 
 
 def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,10 +67,6 @@ def test_what_no_restart_helps_ends_the_job_at_once(policy: RestartPolicy, progr
     assert (verdict.result, verdict.reason) == (Result.FINAL_FAILURE, "no restart helps")
 
 
-def test_without_a_cap_three_restarts_in_a_row_without_progress_are_all() -> None:
-    assert given_up([("same", False)] * 10, DEFAULT)[0] == 3
-
-
 def test_progress_starts_the_count_of_fruitless_failures_again() -> None:
     story = [("same", False)] * 3 + [("same", True)] + [("same", False)] * 10
     assert given_up(story, DEFAULT) == (7, Result.CRASH_LOOP)
@@ -94,19 +90,6 @@ def test_only_the_same_failure_again_and_again_is_a_crash_loop(
 ) -> None:
     story = [(fingerprint, False) for fingerprint in fingerprints]
     assert given_up(story, policy) == (len(story) - 1, result)
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (CAPPED, "crash loop: 3 failures, --max-restarts allows 2, the last 3 the same"),
-        (DEFAULT, "crash loop: 4 failures in a row without progress, the last 4 the same"),
-    ],
-)
-def test_giving_up_says_which_limit_was_reached(policy: RestartPolicy, text: str) -> None:
-    _, verdict = fail_through([("same", False)] * 10, policy)
-    assert isinstance(verdict, GiveUp)
-    assert verdict.reason == text
 
 
 @pytest.mark.parametrize(
@@ -180,15 +163,6 @@ def test_the_wait_is_drawn_from_the_upper_half() -> None:
     assert 0.47 < waits[-1] <= 0.5
 
 
-def test_the_same_generator_gives_the_same_wait() -> None:
-    assert backoffs(PATIENT, seed=5) == backoffs(PATIENT, seed=5) != backoffs(PATIENT, seed=6)
-
-
-def test_after_progress_there_is_no_wait() -> None:
-    verdict = after_failure(Restarts(3, 3, "a", 3), Ended(1, "a", True), DEFAULT, random.Random(0))
-    assert verdict == Retry(Restarts(4, 0, "a", 0), 0.0)
-
-
 def test_a_port_that_is_taken_costs_nothing_twice() -> None:
     policy, rng, used = RestartPolicy(max_failures=1), random.Random(0), Restarts(1, 1, "other", 1)
     waits = []
@@ -207,13 +181,6 @@ def test_a_port_that_is_taken_costs_nothing_twice() -> None:
         Result.RESTARTS_EXHAUSTED,
         "2 failures, --max-restarts allows 1",
     )
-
-
-def test_no_restart_is_none_for_a_taken_port_either() -> None:
-    once = Ended(1, "port", False, action=Action.FREE)
-    verdict = after_failure(Restarts(), once, RestartPolicy(max_failures=0), random.Random(0))
-    assert isinstance(verdict, GiveUp)
-    assert verdict.reason == "1 failures, --max-restarts allows 0"
 
 
 @pytest.mark.parametrize("progressed", [True, False])

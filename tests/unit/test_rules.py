@@ -57,15 +57,6 @@ def test_the_runbook_has_a_paragraph_for_each_alert_in_their_order() -> None:
     assert [name for name, _ in paragraphs] == list(ALERTS)
 
 
-def test_each_paragraph_has_where_to_look_what_to_do_and_when_it_is_harmless() -> None:
-    for paragraph in re.split(r"^#+ ", RUNBOOK.read_text(), flags=re.MULTILINE):
-        name = paragraph.split()[0] if paragraph else ""
-        if name in ALERTS:
-            assert [word for word in ("**Look**", "**Do**", "**Harmless**") if word not in paragraph] == [], (
-                name
-            )
-
-
 @pytest.mark.parametrize("file", [RULES, PROMETHEUS / "tests.yml", RUNBOOK], ids=lambda file: file.name)
 def test_only_metrics_that_agents_export_are_named(file: Path) -> None:
     assert unknown_metrics(file.read_text()) == []

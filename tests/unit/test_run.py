@@ -119,41 +119,6 @@ def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
-    agent: Agent, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[str] = []
-
-    def step(name: str, answer: Any = None, refuses: bool = False) -> None:
-        def take(*args: Any, **kwargs: Any) -> Any:
-            steps.append(name)
-            if refuses:
-                raise CannotStart(ExitCode.NOT_HERE, "taken")
-            return answer
-
-        monkeypatch.setattr(life, name, take)
-
-    for name in (
-        "catch_signals",
-        "_start_helpers",
-        "_check",
-        "_serve_http",
-        "_find_store",
-    ):
-        step(name)
-    step("_wait_for_network")
-    step("_keep_books")
-    step("_claim", refuses=True)
-    with pytest.raises(CannotStart):
-        life._run(agent)
-    assert steps == [
-        "catch_signals",
-        "_wait_for_network",
-        "_keep_books",
-        "_claim",
-    ]
-
-
 def test_http_answers_while_the_store_is_looked_for(
     agent: Agent, calls: list[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common import folders
 from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
@@ -158,13 +157,6 @@ def test_what_another_could_have_put_there_is_left_alone(
     assert agents_here([tmp_path], ME) == ()
 
 
-def test_an_agent_that_cannot_leave_its_address_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    announce(tmp_path / "none", ("127.0.0.1", 1))
-    assert "will not find this agent" in caplog.text
-
-
 def test_a_service_has_its_run_directory_where_others_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,11 +172,3 @@ def test_a_service_has_its_run_directory_where_others_find_it(
     assert own in run_directory_parents()
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)) - 1)
     assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/", "no socket would fit below"
-
-
-def test_agents_are_looked_for_where_they_put_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(folders, "try_out", lambda place: pytest.fail("a reader needs no room"))
-    assert run_directory_parents()[:2] == (tmp_path, Path("/tmp"))

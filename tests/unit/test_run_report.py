@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -11,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.agent.commands.report import (
-    ABSENT,
     BLOCKED,
-    NAMES,
     PRODUCTIVE,
     REDONE,
     SAVING,
-    WAITING,
     Interval,
     Report,
     document,
@@ -167,18 +163,6 @@ def test_time_without_any_agent_is_the_jobs_too() -> None:
     a.spend(productive=10.0)
     found = report(a)
     assert shown(found) == {"productive": 20.0, "absent": 100.0}
-
-
-def test_an_agent_whose_first_event_is_missing_is_another_one_all_the_same() -> None:
-    a = Journal("a")
-    a.begin(0.0)
-    a.spend(productive=10.0)
-    a.spend(productive=10.0)
-    a.begin(100.0)
-    a.pop()
-    a.spend(productive=5.0)
-    found = report(a)
-    assert shown(found) == {"productive": 25.0, "absent": 80.0}
 
 
 def test_what_an_agent_did_after_its_last_account_is_not_known() -> None:
@@ -379,41 +363,6 @@ def test_the_seconds_add_up_to_the_wall_clock_whatever_the_journals_say(journals
     assert list(lines(found))
 
 
-STEPS = (PRODUCTIVE, REDONE, SAVING)
-
-
-@st.composite
-def any_intervals(draw: st.DrawFn) -> list[Interval]:
-    uses = [use for use in NAMES if use not in (SAVING, ABSENT, WAITING)]
-    found = []
-    for _ in range(draw(st.integers(1, 8))):
-        began_at, length = draw(SECONDS), draw(st.integers(1, 16)) / 8
-        shares = {draw(st.sampled_from(uses)): 0.25} | {draw(st.sampled_from(uses)): 0.75}
-        shares = draw(st.sampled_from([{}, shares if len(shares) == 2 else {PRODUCTIVE: 1.0}]))
-        found.append(Interval(began_at, began_at + length, shares, draw(st.sampled_from([0.0, 0.5, 1.0]))))
-    return [*found, Interval(0.0, 0.125, {PRODUCTIVE: 1.0})]
-
-
-@given(any_intervals(), SECONDS)
-def test_each_instant_is_divided_without_rest(intervals: list[Interval], end: float) -> None:
-    """Between two changes, node by node."""
-    wanted = dict.fromkeys(NAMES, 0.0)
-    instants = sorted({min(at, end) for one in intervals for at in (one.began_at, one.ended_at)})
-    for at, until in pairwise(instants):
-        present = [one for one in intervals if one.began_at <= at and until <= one.ended_at]
-        busy = [one for one in present if one.shares]
-        for one in busy:
-            for use, share in one.shares.items():
-                wanted[use] += share * (until - at) / len(busy)
-        if not busy:
-            wanted[WAITING if present else ABSENT] += until - at
-    found = job_seconds(intervals, end)
-    if any(found[use] for use in STEPS):
-        for use in set(NAMES) - set(STEPS):
-            assert found[use] == pytest.approx(wanted[use], abs=1e-9)
-        assert sum(found[use] for use in STEPS) == pytest.approx(sum(wanted[use] for use in STEPS))
-
-
 def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None:
     intervals = [
         Interval(0.0, 10.0, {REDONE: 1.0}),
@@ -422,23 +371,3 @@ def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None
     for order in (intervals, intervals[::-1]):
         found = job_seconds(order, 10.0)
         assert (found[PRODUCTIVE], found[REDONE], found[SAVING]) == (1.0, 5.0, 4.0)
-
-
-def test_a_job_that_ended_before_its_first_account_by_a_clock_set_back_is_shown() -> None:
-    account = JobEvent(
-        number=1,
-        at=100.0,
-        node="a",
-        generation=0,
-        kind=EventKind.ACCOUNTING,
-        text="-",
-        seconds={"waiting": 5.0},
-    )
-    end = JobEvent(
-        number=2, at=90.0, node="a", generation=1, kind=EventKind.JOB_ENDED, text="-", cause="failed"
-    )
-    report = report_of("digits", [[account, end]])
-    assert report is not None
-    assert report.wall_s == 0.0
-    assert next(lines(report)).startswith("run digits: failed, ")
-    assert any("wall-clock" in line for line in lines(report))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -25,7 +24,6 @@ from elastic_agent.worker import (
     SamplerMismatch,
     step,
 )
-from elastic_agent.worker.steps import progress
 
 
 def world(
@@ -234,16 +232,6 @@ def test_a_checkpointer_keeps_the_place(tmp_path: Path) -> None:
 # --- When the position moves
 
 
-def test_drawn_samples_are_not_finished() -> None:
-    (sampler,) = world(10, 1, 2, None)
-    feed = iter(sampler)
-    assert len([next(feed) for _ in range(8)]) == 8
-    assert sampler.position == 0
-    assert len(sampler) == 10
-    step(1)
-    assert sampler.position == 2
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_tutorials_accumulation_steps_at_every_fourth_batch_and_at_the_last(workers: int) -> None:
     """Also in the rest of an epoch that is resumed in its middle, where `enumerate` begins at 0 again."""
@@ -271,16 +259,6 @@ def test_the_tutorials_accumulation_steps_at_every_fourth_batch_and_at_the_last(
     assert len(loader) == 19
 
 
-def test_a_step_before_the_first_sample_is_not_one_of_this_epoch() -> None:
-    (sampler,) = world(10, 1, 2, None)
-    step(0)
-    assert sampler.position == 0
-    train([sampler], 2, 1, 2)
-    sampler.set_epoch(1)
-    step(3)
-    assert sampler.position == 0
-
-
 def test_the_epoch_that_was_loaded_goes_on_and_the_next_begins_anew() -> None:
     (first,) = world(10, 1, 2, None)
     train([first], 2, 1, 2)
@@ -289,37 +267,6 @@ def test_the_epoch_that_was_loaded_goes_on_and_the_next_begins_anew() -> None:
     assert sampler.position == 4
     sampler.set_epoch(1)
     assert sampler.position == 0
-
-
-def test_an_epoch_that_was_finished_when_it_was_saved_yields_nothing_more() -> None:
-    (first,) = world(10, 1, 2, None)
-    train([first], 2, 1, None)
-    (sampler,) = world(10, 1, 2, first.state_dict())
-    sampler.set_epoch(0)
-    assert list(sampler) == []
-    sampler.set_epoch(1)
-    assert len(list(sampler)) == 10
-
-
-def test_a_sampler_that_the_script_has_dropped_is_gone() -> None:
-    gc.collect()
-    listeners = progress._listeners
-    sampler = ElasticSampler(range(10), batch_size=2)
-    assert len(progress._listeners) == len(listeners) + 1
-    del sampler
-    gc.collect()
-    assert progress._listeners == listeners
-
-
-def test_nothing_to_train_on() -> None:
-    (sampler,) = world(0, 1, 2, None)
-    assert len(sampler) == 0
-    assert list(sampler) == []
-
-
-def test_indices_come_in_order_beyond_the_first_chunk() -> None:
-    length = 3 * (1 << 16) + 5
-    assert list(ElasticSampler(range(length), batch_size=1, shuffle=False)) == list(range(length))
 
 
 # --- Mistakes

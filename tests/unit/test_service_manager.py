@@ -100,22 +100,10 @@ def test_a_status_is_one_line_of_bounded_length(ear: Ear, clock: Clock) -> None:
     assert len(said) == len("STATUS=") + LONGEST_STATUS
 
 
-def test_a_status_that_is_no_unicode_text_fails_nothing(ear: Ear, clock: Clock) -> None:
-    take(ear, clock).turn("a path of bytes: \udcff")
-    assert ear.heard() == [["WATCHDOG=1", "STATUS=a path of bytes: ?"]]
-
-
 def test_no_child_inherits_the_variables(ear: Ear, clock: Clock) -> None:
     environ = {"NOTIFY_SOCKET": ear.address, "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "PATH": "/bin"}
     ServiceManager(environ, clock)
     assert environ == {"PATH": "/bin"}
-
-
-def test_without_a_service_manager_nothing_is_sent_and_nothing_fails(clock: Clock) -> None:
-    manager = ServiceManager({"WATCHDOG_USEC": "1000000"}, clock)
-    manager.ready()
-    manager.turn("a")
-    manager.stopping("b")
 
 
 def test_a_manager_that_is_away_is_told_once(

@@ -21,7 +21,6 @@ from elastic_agent.pool import daemon as assembly
 from elastic_agent.worker.storage.disk import commit_permission
 from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.shared_progress import (
-    ATTACHED,
     CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
@@ -90,17 +89,6 @@ def test_each_word_is_read_as_what_it_is(ours: SharedProgress) -> None:
     )  # fmt: skip
 
 
-def test_the_two_writers_share_no_cache_line() -> None:
-    agent = {GENERATION, PENDING}
-    worker = {
-        ATTACHED, STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT,
-        LOADED_AT, LOADED_STEP, CHOSEN_STEP, SAVING, POLLED_AT, OWN_COUNT, *range(OWN_TIMES, OWN_TIMES + KEPT_TIMES),
-    }  # fmt: skip
-    assert len(worker) == 13 + KEPT_TIMES, "two words in one place"
-    assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
-    assert max(worker) < SIZE // 8
-
-
 def test_own_times_are_those_after_the_ones_that_were_read(ours: SharedProgress) -> None:
     assert ours.own_times(0) == (0, [])
     for number in range(100):
@@ -132,27 +120,6 @@ def test_a_page_of_another_generation_is_refused(ours: SharedProgress) -> None:
         SharedProgress.attach(ours.path, 6)
 
 
-def test_refusing_leaves_no_descriptor_behind(ours: SharedProgress, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    before = os.listdir("/proc/self/fd")
-    for path in (ours.path, str(tmp_path / "empty")):
-        with pytest.raises(SharedProgressError):
-            SharedProgress.attach(path, 6)
-    assert os.listdir("/proc/self/fd") == before
-
-
 def test_nobody_can_cut_it_short_under_the_agent(ours: SharedProgress) -> None:
     with pytest.raises(PermissionError):
         os.truncate(ours.path, 0)
-
-
-def test_it_is_for_its_owner_only(ours: SharedProgress) -> None:
-    assert os.stat(ours.path).st_mode & 0o777 == 0o600
-
-
-def test_a_closed_page_cannot_be_found_and_its_worker_does_not_notice() -> None:
-    ours = SharedProgress.make(generation=7)
-    theirs = SharedProgress.attach(ours.path, 7)
-    ours.close()
-    theirs.words[STEP] = 1
-    assert not os.path.exists(ours.path) or os.stat(ours.path).st_size != SIZE

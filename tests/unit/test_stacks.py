@@ -192,32 +192,12 @@ def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
         assert "may block" in asked(file, pid, 0.3).refused
 
 
-def test_a_file_goes_with_the_last_who_uses_it() -> None:
-    file = StackFile()
-    path, used = file.path, file
-    del file
-    assert os.path.exists(path)
-    del used
-    assert not os.path.exists(path)
-
-
-def test_without_time_nobody_is_waited_for(file: StackFile) -> None:
-    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        began_at = time.monotonic()
-        assert "not answered" in asked(file, pid, within_s=0.0).refused
-        assert time.monotonic() < began_at + 5.0
-
-
 def test_without_a_file_there_are_no_stacks_and_the_script_runs() -> None:
     script = BEGIN + f"print(signal.getsignal({SIGNAL}) is signal.SIG_DFL)"
     ran = subprocess.run(
         [sys.executable, "-c", script, "/nowhere"], capture_output=True, text=True, check=True
     )
     assert ran.stdout == "True\n"
-
-
-def test_the_signal_is_none_that_has_a_name() -> None:
-    assert signal.SIGRTMIN < SIGNAL < signal.SIGRTMAX
 
 
 # ---------------------------------------------------------------- what is read

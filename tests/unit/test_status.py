@@ -14,7 +14,6 @@ from elastic_agent.agent.commands.status import STATUS_OPTIONS, choose_source
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.observability.job_report import as_json
 from elastic_agent.agent.observability.sources import AgentsSource, FoundJob, JobSource, StoreSource
 from elastic_agent.agent.observability.status import JobStatus
 from elastic_agent.cli import main
@@ -22,7 +21,6 @@ from elastic_agent.rendezvous.records import Endpoint
 
 from .test_status_pages import JOB
 
-DOCS = Path(__file__).parents[2] / "docs"
 NOBODY = Endpoint("127.0.0.1", 1)
 
 
@@ -167,22 +165,6 @@ EMPTY = [FoundJob("agent", JobStatus("digits", None, (), None, complete=True))]
 NO_JOB = CannotDo(ExitCode.NO_JOB, "no such job")
 
 
-def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    through(EMPTY)
-    assert main(["status"]) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("job digits: waiting for its first world\n")
-    assert not err
-
-
-def test_several_jobs_are_all_shown(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    through([*EMPTY, FoundJob("agent", JobStatus("letters", None, (), None, complete=True))])
-    assert main(["status"]) == 0
-    out = capsys.readouterr().out
-    assert "job digits" in out
-    assert "\n\njob letters" in out
-
-
 def test_agents_without_an_answer_have_a_block_of_their_own_at_the_end(
     through: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,26 +190,3 @@ def test_json_is_a_document_also_when_there_is_nothing(
     out, err = capsys.readouterr()
     assert json.loads(out)["problem"] == {"code": 67, "name": "NO_JOB", "text": "no such job"}
     assert "no such job" in err
-
-
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--timeout", "x", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"--{option.name}" in text for option in STATUS_OPTIONS)
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_the_documented_options_are_those_of_the_command() -> None:
-    page = (DOCS / "status.md").read_text()
-    for option in STATUS_OPTIONS:
-        assert f"| `--{option.name}` |" in page
-
-
-def test_every_key_of_the_json_form_is_documented() -> None:
-    from .test_status_report import made
-
-    page = (DOCS / "status.md").read_text()
-    job = as_json(made())
-    for keys in (job, job["restarts"], job["cause"], job["nodes"][0], ("schema", "at", "jobs", "problem")):
-        for key in keys:
-            assert f"`{key}`" in page, key

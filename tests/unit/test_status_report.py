@@ -20,7 +20,6 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
-    Failure,
     Limits,
     NodeRecord,
     Phase,
@@ -30,7 +29,7 @@ from elastic_agent.rendezvous.records import (
     assign_ranks,
 )
 
-from .test_status_pages import FAILURE, STATUS, WORLD
+from .test_status_pages import STATUS, WORLD
 
 
 def record(name: str, **more: Any) -> NodeRecord:
@@ -235,33 +234,6 @@ def test_the_coordinator_speaks_for_the_job() -> None:
     assert (job.waiting_for, job.restarts.backoff_s) == ("2 more nodes", 1.5)
 
 
-@pytest.mark.parametrize(
-    ("cause", "text"),
-    [
-        (Cause(CauseKind.START), "the job started"),
-        (Cause(CauseKind.LOST, "b", "node b is gone: its lease ended"), "node b is gone: its lease ended"),
-        (
-            Cause(CauseKind.FAILURE, "b", FAILURE.summary, FAILURE),
-            "rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0",
-        ),
-        (
-            Cause(CauseKind.FAILURE, "b", "no port", Failure(2, "f", "no port")),
-            "node b failed: no port",
-        ),
-    ],
-)
-def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> None:
-    job = made(found(replace(THREE, cause=cause)))
-    assert job.cause is not None
-    assert job.cause.text == text
-
-
-def test_the_name_of_a_cause_is_not_said_twice() -> None:
-    failure = Failure(2, "f", "killed by SIGKILL (signal 9)", cause="killed")
-    world = replace(THREE, cause=Cause(CauseKind.FAILURE, "b", failure.summary, failure))
-    assert "node b failed: killed by SIGKILL (signal 9)\n" in "\n".join(lines(made(found(world))))
-
-
 def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
     answers = {**ALL, "c-1": Unreachable.REFUSED}
     document = as_json(made(answers=answers))
@@ -311,29 +283,6 @@ d     -      standby  -     -           1.0 s  10.0.0.4:9100
 ! node c: no process of it listens at 10.0.0.3:9100: its agent has ended; the store still has its record
 * coordinates: decides on the next world"""
     )
-
-
-def test_a_job_that_has_no_world_yet_to_the_line() -> None:
-    joining = status("a", state="joining", waiting_for="1 of 2 nodes is here", step=0)
-    job = made(found(None, (A,)), {"a-1": replace(joining, checkpoint=None)})
-    assert (
-        "\n".join(lines(job))
-        == """\
-job digits: waiting for its first world
-  waiting      1 of 2 nodes is here
-  source       agent 10.0.0.1:9100
-
-NODE  RANKS  STATE    STEP  CHECKPOINT  LEASE  AGENT
-a *   -      standby  -     -           0.2 s  10.0.0.1:9100
-
-* coordinates: decides on the next world"""
-    )
-
-
-def test_a_job_that_has_ended_names_its_result() -> None:
-    job = made(found(ended(Result.CRASH_LOOP), ()), {})
-    first, *_ = lines(job)
-    assert first == "job digits: failed (crash_loop), generation 3"
 
 
 @pytest.mark.parametrize(
@@ -404,14 +353,6 @@ def test_no_text_of_another_program_moves_the_cursor() -> None:
     one = replace(found(world), asked=f"agent {evil}", notes=(evil,))
     text = "\n".join(lines(made(one, answers)))
     assert all(character.isprintable() for line in text.split("\n") for character in line)
-
-
-def test_of_many_problems_the_first_are_named() -> None:
-    nodes = tuple(replace(A, node=f"n{n:03}", incarnation=f"n{n:03}-1") for n in range(100))
-    answers = {node.incarnation: Unreachable.REFUSED for node in nodes}
-    job = made(found(replace(THREE, members=assign_ranks(nodes)), nodes), answers)
-    notes = [line for line in lines(job) if line.startswith("!")]
-    assert (len(notes), notes[-1]) == (13, "! and 88 more")
 
 
 @pytest.mark.parametrize(

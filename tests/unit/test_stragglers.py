@@ -117,7 +117,7 @@ def job(seed: int, own_s: float, wait_s: float, **more: int | float) -> Iterator
         yield made
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_rank_slowed_by_40_percent_is_named_within_20_steps(seed: int) -> None:
     for own_s, wait_s in ((0.8, 0.3), (4.0, 1.0)):
         with job(seed, own_s, wait_s) as one:
@@ -130,7 +130,7 @@ def test_a_rank_slowed_by_40_percent_is_named_within_20_steps(seed: int) -> None
             assert (straggler.node, straggler.rank) == (f"n{rank // 2}", rank)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_short_steps_take_20_seconds_instead(seed: int) -> None:
     with job(seed, 0.015, 0.005) as one:
         assert one.train(1000) == frozenset()
@@ -139,7 +139,7 @@ def test_short_steps_take_20_seconds_instead(seed: int) -> None:
         assert one.now - before < 20.0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("own_s", "wait_s"), [(0.015, 0.005), (0.25, 0.05), (2.0, 0.5)])
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
 def test_no_rank_is_named_in_10000_even_steps(
@@ -149,7 +149,7 @@ def test_no_rank_is_named_in_10000_even_steps(
         assert one.train(10_000) == frozenset()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_recovers_is_no_straggler_any_more(seed: int) -> None:
     with job(seed, 1.0, 0.2) as one:
         one.train(60)

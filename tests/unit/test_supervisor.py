@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.output.journal import EventKind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
 from elastic_agent.agent.workers.hang_detector import VERDICT_S
-from elastic_agent.health.hang_report import HangFinding, HangProbe, Urgency
+from elastic_agent.health.hang_report import Urgency
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
-from elastic_agent.rendezvous.records import Action, Failure, Phase
+from elastic_agent.rendezvous.records import Action
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
@@ -80,18 +78,6 @@ def test_a_failure_is_reported_with_what_nvml_says(node: Supervised) -> None:
     assert node.reported[0].endswith("; NVML: GPU 0000:3b:00.0: uncorrected memory errors: 2, were 0")
 
 
-def test_nvml_alone_does_not_make_a_failure_known(node: Supervised) -> None:
-    node.with_gpus()
-    node.exit(3, 7)
-    node.turn()
-    node.nvml_says(0)
-    node.turn()
-    assert not node.reported, "its last lines are not here yet"
-    node.logs.answer()
-    node.turn()
-    assert [failure.cause for failure in node.participant.failures] == ["unknown"]
-
-
 def test_nvml_that_hangs_holds_up_one_failure_within_the_bound_and_no_later_one(node: Supervised) -> None:
     nvml = node.with_gpus()
     node.exit(3, 7)
@@ -113,39 +99,6 @@ def test_nvml_that_hangs_holds_up_one_failure_within_the_bound_and_no_later_one(
     node.turn()
     assert len(node.reported) == 2
     assert nvml.asked == 1, "no second question while the first has no answer"
-
-
-def test_log_disk_and_nvml_that_hang_hold_up_all_failures_together_within_the_bound(node: Supervised) -> None:
-    node.with_gpus()
-    node.exit(3, 7)
-    node.exit(4, 7)
-    node.turn()
-    rank, read = node.logs.asked[0]
-    assert rank == 3
-    read()
-    node.turn()
-    assert not node.failures
-    node.turn(KNOWN_WITHIN_S)
-    assert len(node.failures) == 2
-
-
-def test_a_log_disk_that_hangs_does_not_keep_nvml_from_being_asked(node: Supervised) -> None:
-    node.with_gpus()
-    node.exit(3, 7)
-    node.turn()
-    node.nvml_says(0)
-    node.turn(KNOWN_WITHIN_S)
-    assert len(node.reported) == 1
-    for rank in {*range(8)} - {3}:
-        node.exit(rank, -signal.SIGTERM)
-    assert node.turn()
-    node.start(2)
-    node.exit(0, 7)
-    node.turn()
-    assert len(node.reported) == 1
-    node.nvml_says(1)
-    node.turn(KNOWN_WITHIN_S)
-    assert [failure.cause for failure in node.participant.failures] == ["unknown", "gpu_fault"]
 
 
 def test_a_generation_is_not_over_before_its_last_failure_is_examined(node: Supervised) -> None:
@@ -218,23 +171,6 @@ def test_a_save_that_the_disk_refused_is_remembered_until_a_later_one_is_there(n
         node.turn()
     report(7, "error")
     assert node.supervisor.lost_save(1).startswith("step 7 "), "it was on its way when the workers ended"
-
-
-def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised) -> None:
-    node.exit(0, 1)
-    node.turn()
-    node.logs.answer()
-    node.turn()
-    for rank in range(1, 8):
-        node.exit(rank, -signal.SIGTERM)
-    assert node.turn()
-    before = node.supervisor._generation
-    node.start(2)
-    generation = node.supervisor._generation
-    assert generation is not before
-    assert generation is not None
-    assert (node.failures, generation.hung, generation.postponed) == ([], False, None)
-    assert node.supervisor.undisturbed == 2
 
 
 def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kept(node: Supervised) -> None:
@@ -330,18 +266,6 @@ def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would
     assert asked == {rank: signal.SIGKILL if rank == 2 else signal.SIGTERM for rank in range(8)}
 
 
-def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_agent(tmp_path: Path) -> None:
-    node = Supervised(tmp_path, 1, TimeoutConfig(hang=10.0))
-    node.start()
-    generation = node.supervisor._generation
-    assert generation is not None
-    generation.pages.by_rank[0].words[LEAVES_SIGTERM] = 1
-    generation.hang.stepped(0, 3, node.now)
-    node.turn(10.1)
-    node.turn(VERDICT_S)
-    assert node.group.signals == [(0, signal.SIGABRT)]
-
-
 # ---------------------------------------------------------------- evidence
 
 
@@ -368,47 +292,12 @@ def test_workers_that_hang_are_seen_before_they_are_ended(tmp_path: Path) -> Non
     assert node.group.signals == [(rank, signal.SIGABRT) for rank in range(2)]
 
 
-def test_the_verdict_that_ends_a_generation_is_in_the_journal_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = hanging(tmp_path)
-    generation = node.supervisor._generation
-    assert generation is not None
-    found = HangProbe(2, finding=HangFinding.CERTAIN, why="rank 1 on node a is stopped", node="a", rank=1)
-    ended = replace(generation.world, phase=Phase.STOPPING, inquiry=found)
-    monkeypatch.setattr(type(node.participant), "world", property(lambda _: ended))
-    for _ in range(2):
-        node.supervisor.show_failure(Failure(1, "f", "hang: rank 1", cause="hang", node="a", rank=1))
-    events = node.supervisor._observer.journal.since(0, 99)
-    told = [
-        (one.kind, one.rank, one.about)
-        for one in events
-        if one.kind in (EventKind.VERDICT, EventKind.FAILURE)
-    ]
-    assert told == [(EventKind.VERDICT, 1, "a"), (EventKind.FAILURE, 1, "a")]
-
-
 def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     node = hanging(tmp_path)
     node.turn(10.1)
     node.turn(VERDICT_S)
     node.turn(SEEN_WITHIN_S + 0.1)
     assert node.group.signals
-
-
-def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> None:
-    node = hanging(tmp_path)
-    node.turn(10.1)
-    node.turn(VERDICT_S)
-    generation = node.supervisor._generation
-    assert generation is not None
-    generation.hang.stepped(0, 4, node.now)
-    node.turn()
-    node.turn(SEEN_WITHIN_S + 0.1)
-    assert not node.group.signals
-    node.turn(10.1)
-    node.turn(VERDICT_S)
-    assert len(node.evidence.looks) == 2
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -438,10 +327,3 @@ def test_a_folder_of_the_agent_that_was_removed_is_a_lack(tmp_path: Path) -> Non
     shutil.rmtree(folder)
     assert f"{folder} was removed" in node.start()
     assert node.turn()
-
-
-def test_a_start_that_no_lack_explains_is_a_failure(tmp_path: Path) -> None:
-    node = Supervised(tmp_path, 2)
-    node.lacks += [OSError(errno.ENOENT, "no such interpreter")]
-    assert node.start() == ""
-    assert node.reported == ["a worker could not be started: [Errno 2] no such interpreter"]

@@ -119,11 +119,6 @@ def test_the_collective_is_what_the_script_has_called() -> None:
     assert found.where == "train.py:9 in step"
 
 
-def test_what_it_waits_for_is_said() -> None:
-    found = rank_state(worker(STEP, MODULE, main=at(BYTES)))
-    assert found.where == "train.py:9 in step, waits for bytes"
-
-
 WAITS = Frame(
     "/src/elastic_agent/worker/steps/torch_workarounds.py", 50, "waits", "return wait(*args, **more)"
 )
@@ -139,14 +134,6 @@ def test_the_place_is_the_scripts_own_line_also_where_waits_are_measured(
     found = rank_state(worker(*frames))
     assert (found.doing, found.collective) == (RankActivity.IN_COLLECTIVE, name)
     assert found.where == "train.py:9 in step"
-
-
-def test_neither_torch_nor_this_package_is_a_place_of_the_scripts_wherever_they_are_installed() -> None:
-    of_torch = Frame("/opt/pytorch/torch/nn/modules/module.py", 1500, "_call_impl")
-    own = Frame("/src/elastic_agent/worker/checkpointing/replicated/saving.py", 7, "save")
-    for frame in (of_torch, own):
-        found = rank_state(worker(frame, STEP, MODULE, main=at(TIME)))
-        assert found.where.startswith("train.py:9 in step")
 
 
 def test_what_is_said_is_bounded() -> None:

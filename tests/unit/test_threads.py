@@ -21,7 +21,6 @@ from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks, _LentLocks
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.access import Addresses
 from elastic_agent.rendezvous.liveness import Peer, ProbeFailure
 from elastic_agent.rendezvous.node.session import NodeSnapshot
@@ -147,15 +146,6 @@ def test_a_thread_that_another_library_started_is_missed_too(failed: Failed) -> 
 
     threading.Thread(target=work, name="of a library").start()
     assert failed.next() == "of a library"
-
-
-def test_a_thread_that_does_its_work_reports_nothing(failed: Failed) -> None:
-    done = threading.Event()
-    thread = Thread(done.set, "one", lambda: failed("otherwise", ValueError()))
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert done.is_set()
-    assert failed._heard.empty()
 
 
 # --- Those who wait for an answer get one
@@ -288,13 +278,3 @@ def test_threads_are_started_in_one_way_only() -> None:
                 if made or derived or imported:
                     others.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not others, "use elastic_agent.threads.Thread, whose failures are heard"
-
-
-def test_a_store_that_cannot_open_its_link_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, failed: Failed
-) -> None:
-    from elastic_agent.rendezvous.c10d.store import C10dStore
-
-    fail(monkeypatch, "cannot be started", "c10d-opening")
-    with pytest.raises(StoreUnavailable, match="thread"):
-        C10dStore.connect("127.0.0.1", 9, "job", 0.1)

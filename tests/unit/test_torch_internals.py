@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,17 +53,6 @@ def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPa
     file = bytearray(layout.size)
     layout.copy_to(memoryview(file), torch.frombuffer(file, dtype=torch.uint8))
     assert torch.load(io.BytesIO(file), weights_only=True)["step"] == 3
-
-
-def test_a_store_serves_at_a_socket_that_listens_already() -> None:
-    """`agent/workers/processes/fork_server.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    store.set("key", "value")
-    assert dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("key") == b"value"
 
 
 def test_a_tensor_knows_how_many_hold_it() -> None:

@@ -12,12 +12,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, IoThread
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io import worker_links as server
 from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
@@ -149,15 +148,6 @@ def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
     scene.expect(("worker_kept", 7, 0))
 
 
-def test_a_question_may_come_in_pieces(scene: Scene) -> None:
-    line = encode(CommitQuestion(7))
-    with scene.connect(line[:5], line[5:-1]) as connection:
-        time.sleep(0.01)
-        connection.sendall(line[-1:])
-        assert COMMIT_ANSWERS.decode(connection.recv(1000)) == CommitGranted(3.0)
-        assert connection.recv(1000) == b"", "one answer, and the end"
-
-
 def test_all_workers_may_ask_at_once_while_the_store_is_slow(scene: Scene) -> None:
     """A commit waits for no other answer."""
     scene.store.open.clear()
@@ -198,31 +188,6 @@ def test_without_descriptors_guards_and_reports_are_read(
             scene.expect_report()
         guard.sendall(encode(Broken()))
         scene.expect(("guard_sent", 7, 1, Broken()))
-
-
-def test_with_descriptors_again_the_connection_that_waited_is_answered(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.01)
-    tried = threading.Semaphore(0)
-    accept = scene.links._accept
-    monkeypatch.setattr(scene.links, "_accept", lambda: (accept(), tried.release()))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
-        waiting.settimeout(PATIENCE_S)
-        with no_descriptor_left():
-            waiting.connect(scene.env.socket)
-            for _ in range(5):
-                assert tried.acquire(timeout=PATIENCE_S)
-        waiting.sendall(encode(CommitQuestion(7)))
-        assert COMMIT_ANSWERS.decode(waiting.recv(1000)) == CommitGranted(3.0)
-    assert caplog.text.count("cannot accept a worker's connection") == 1, "once for each exhaustion"
-
-
-def test_while_the_store_is_slow_guards_and_reports_are_read(scene: Scene) -> None:
-    scene.store.open.clear()
-    with scene.connect(encode(CommitQuestion(7))), scene.guard(1):
-        assert scene.reporter.send(lambda g, r: LOADED)
-        scene.expect_report()
 
 
 GARBAGE = [
@@ -269,17 +234,6 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
     settle_io()
     with pytest.raises(SaveFailed, match="refused"):
         scene.may_commit()
-
-
-def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_path: Path) -> None:
-    io = IoThread()
-    io.start()
-    env = replace(scene.env, socket=str(tmp_path / "other"), reports=str(tmp_path / "other.reports"))
-    links = WorkerLinks(env, scene.links._answers, io, scene.events.put, lambda: 1.0, lambda: None)
-    links.start(Recorder())
-    io.close()
-    links.close()
-    assert (links._listener.fileno(), links._reports.fileno()) == (-1, -1)
 
 
 # --- Guards
