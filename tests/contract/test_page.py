@@ -19,13 +19,13 @@ from elastic_agent.agent.observability.page import (
     read_page,
 )
 from elastic_agent.agent.observability.sources import AgentsSource
-from elastic_agent.agent.observability.status import Checkpoint, NodeState
+from elastic_agent.agent.observability.status import Checkpoint
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import EVENTS_PATH, EventKind, Journal
 from elastic_agent.health.http import Answers, HealthServer, Probe
-from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from tests.browser import LACKING, Browser, browsing, find_chromium
+from tests.observed import a_node
 from tests.unit.test_page import job_of
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;\u202e"
@@ -73,10 +73,7 @@ class Agent:
     port: int = 0
 
     def __post_init__(self) -> None:
-        metrics = Metrics("digits", "n0", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0)
-        self.node = NodeState(
-            "digits", "n0", "n0-1", metrics, lease_ttl_s=5.0, clock=float, wall_clock=time.time
-        )
+        self.node = a_node(node="n0", wall_clock=time.time)
         self.node.rate = self.rate
 
     def serve(self) -> None:

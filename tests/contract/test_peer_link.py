@@ -13,9 +13,10 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.store_link import MAX_ANSWER_BYTES, PeerLink, find
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe, json_page
+from elastic_agent.health.http import NODE_PATH, json_page
 from elastic_agent.rendezvous.liveness import Peer, ProbeFailure
 from elastic_agent.rendezvous.records import Endpoint, PeerStatus
+from tests.observed import answering
 
 PATIENCE_S = 20.0
 ME = PeerStatus("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
@@ -23,14 +24,8 @@ ME = PeerStatus("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 
 @pytest.fixture
 def agent() -> Iterator[Endpoint]:
-    ok = Probe(True, "")
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(
-        listener, Answers(lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: json_page(ME.to_json)})
-    )
-    server.start()
-    yield Endpoint(*server.address)
-    server.close()
+    with answering({NODE_PATH: json_page(ME.to_json)}) as http:
+        yield http
 
 
 def endpoint_of(listener: socket.socket) -> Endpoint:

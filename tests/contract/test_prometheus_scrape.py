@@ -8,19 +8,12 @@ import time
 from pathlib import Path
 
 from elastic_agent.health.http import Answers, HealthServer, Probe
-from elastic_agent.health.metrics import Build, Metrics
+from tests.observed import a_metrics
 from tests.prometheus_server import prometheus
 
 
 def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> None:
-    metrics = Metrics(
-        "run-1",
-        "node-a",
-        Build(version="0.1.0"),
-        workers=2,
-        min_nodes=1,
-        started_at_s=time.time(),
-    )
+    metrics = a_metrics("run-1", "node-a", started_at_s=time.time())
     metrics.rendezvous_generation.set(7)
     ok = Probe(True, "ok")
     server = HealthServer(

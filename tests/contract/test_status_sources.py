@@ -43,6 +43,7 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.etcd_servers import HOST, EtcdCluster
+from tests.observed import answering
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
 
 from .conftest import HostProcess
@@ -101,13 +102,8 @@ def frozen() -> Iterator[Endpoint]:
 @pytest.fixture
 def stranger() -> Iterator[Endpoint]:
     """Another program that speaks HTTP."""
-    ok = Probe(True, "")
-    server = HealthServer(
-        socket.create_server(("127.0.0.1", 0)), Answers(lambda: b"", lambda: ok, lambda: ok)
-    )
-    server.start()
-    yield Endpoint(*server.address)
-    server.close()
+    with answering({}) as http:
+        yield http
 
 
 def record(name: str, http: Endpoint | None) -> NodeRecord:

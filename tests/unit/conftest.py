@@ -24,6 +24,14 @@ def _signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def script(tmp_path: Path) -> str:
+    """A user's, that does nothing."""
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    return str(path)
+
+
+@pytest.fixture
 def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Checkpointer stands for that of a process of its own, as after a restart."""
     monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)

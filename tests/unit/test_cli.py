@@ -28,13 +28,6 @@ MACHINE = Machine(Inventory((), 2), (), NETWORK, ("devices: one", 'odd: "\\" ä\
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text("pass\n")
-    return str(path)
-
-
-@pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations `run` was called with; it is replaced, like the machine, and the environment is clean."""
     for name in os.environ:

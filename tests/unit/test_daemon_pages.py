@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.health.http import Answers, HealthServer, PageRequest, Probe
-from elastic_agent.health.metrics import Build, Metrics
+from elastic_agent.health.http import PageRequest, Probe
 from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
@@ -29,6 +27,7 @@ from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put, run_prefix
 from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from tests.observed import a_metrics, answering
 
 NOW = 100.0
 IDLE = DaemonSnapshot(NOW - 0.5, True, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
@@ -48,20 +47,8 @@ def pages(tmp_path: Path) -> DaemonPages:
 @pytest.fixture
 def agent() -> Iterator[Endpoint]:
     """Of a job: where it serves its metrics."""
-    metrics = Metrics(
-        "j",
-        "n",
-        Build(version="1"),
-        workers=2,
-        min_nodes=1,
-        started_at_s=0.0,
-    )
-    ok = Probe(True, "")
-    bind = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(bind, Answers(metrics.render, lambda: ok, lambda: ok))
-    server.start()
-    yield Endpoint(*server.address)
-    server.close()
+    with answering({}, a_metrics("j", "n", workers=2).render) as http:
+        yield http
 
 
 def put_agent(store: MemoryStore, http: Endpoint | None) -> None:

@@ -22,11 +22,9 @@ from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, AgentEnd, Loop
-from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
-from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness import Peer
@@ -47,6 +45,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.store.interface import Answer, Grant, LeaseId, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
+from tests.observed import a_node
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, last_call_s=0.0)
@@ -265,13 +264,7 @@ class Scene:
         self.lost = ""
         """Why the disk writer has not brought the last save to disk."""
         self.port: Any = OfferedPort(self.listener(), self.listener)
-        self.state = NodeState(
-            *("digits", "a", "a-1"),
-            Metrics("digits", "a", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0),
-            lease_ttl_s=TTL_S,
-            clock=lambda: self.now,
-            wall_clock=float,
-        )
+        self.state = a_node(lease_ttl_s=TTL_S, clock=lambda: self.now)
         agent: Any = SimpleNamespace(
             config=SimpleNamespace(stop=self.stop),
             participant=self.participant,

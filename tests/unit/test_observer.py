@@ -14,7 +14,7 @@ from elastic_agent.agent.observability.training_account import Activity, Trainin
 from elastic_agent.agent.output.journal import EventKind, Journal
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
 from elastic_agent.health.hang_report import HangFinding, HangProbe
-from elastic_agent.health.metrics import Build, Metrics
+from elastic_agent.health.metrics import Metrics
 from elastic_agent.health.stragglers import PaceComparison, Straggler
 from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.node.session import NodeSnapshot
@@ -30,6 +30,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.worker.wire.messages import SaveReport
 from elastic_agent.worker.wire.shared_progress import Reading
+from tests.observed import a_metrics, a_node
 
 MEMBER = Member("a", "a-1", 1, 0)
 WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseKind.START))
@@ -37,19 +38,12 @@ WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseK
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(
-        "job",
-        "a",
-        Build(version="1"),
-        workers=1,
-        min_nodes=1,
-        started_at_s=0.0,
-    )
+    return a_metrics("job")
 
 
 @pytest.fixture
 def node(metrics: Metrics) -> NodeState:
-    return NodeState("job", "a", "a-1", metrics, lease_ttl_s=5.0, clock=float, wall_clock=float)
+    return a_node(metrics, "job")
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from elastic_agent.agent.observability.status import Checkpoint, JobStatus, Node
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import EVENT, EventKind, Journal
 from elastic_agent.health.http import PageRequest
-from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -35,6 +34,7 @@ from elastic_agent.rendezvous.records import (
     Phase,
     World,
 )
+from tests.observed import a_node
 from tests.unit.test_status_pages import STATUS
 
 # --- The rate of steps
@@ -111,18 +111,7 @@ def journal() -> Journal:
 
 @pytest.fixture
 def node() -> NodeState:
-    metrics = Metrics("digits", "a", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0)
-    secrets = ["s3cr3t"]
-    return NodeState(
-        "digits",
-        "a",
-        "a-1",
-        metrics,
-        lease_ttl_s=5.0,
-        clock=float,
-        wall_clock=lambda: 1000.0,
-        secrets=secrets,
-    )
+    return a_node(wall_clock=lambda: 1000.0, secrets=["s3cr3t"])
 
 
 @pytest.fixture

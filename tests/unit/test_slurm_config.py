@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
-from elastic_agent.agent.configuration.derive import Resolved, resolve
-from elastic_agent.agent.configuration.load import read_argv
+from elastic_agent.agent.configuration.derive import Resolved
 from elastic_agent.agent.configuration.parse import NodeCounts
 from elastic_agent.agent.configuration.stopping import leaves_in_s, longest_grace_s, whole_stop_s
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.ranks.cluster_environment import port_of
+from tests.unit.settings import run_resolve
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -40,15 +40,8 @@ GPUS = {"SLURM_GPUS_ON_NODE": "8"}
 PORT = 20000 + 4711 + 2 * 997
 
 
-@pytest.fixture
-def script(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("job") / "train.py"
-    path.write_text("pass\n")
-    return str(path)
-
-
 def resolved(words: str, environ: dict[str, str], script: str) -> Resolved:
-    return resolve(read_argv([*words.split(), script]), environ, lambda: "fresh")
+    return run_resolve([*words.split(), script], environ)
 
 
 def config_of(words: str, environ: dict[str, str], script: str) -> Config:

@@ -24,7 +24,7 @@ from elastic_agent.agent.observability.status import (
 )
 from elastic_agent.codec import Invalid
 from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.metrics import Build, Metrics
+from elastic_agent.health.metrics import Metrics
 from elastic_agent.health.stragglers import PaceComparison, Paces, Straggler
 from elastic_agent.rendezvous.messages import MAX_EXCLUSION_REASON, Exclusion
 from elastic_agent.rendezvous.node.session import NodeSnapshot
@@ -42,6 +42,7 @@ from elastic_agent.rendezvous.records import (
     assign_ranks,
 )
 from elastic_agent.worker.wire.messages import LoadReport, SaveReport
+from tests.observed import a_metrics, a_node
 
 STATUS = NodeStatus(
     node="a",
@@ -135,9 +136,7 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
         restarts=Restarts(1, fingerprint=failure.fingerprint),
         exclusions=(excluded,),
     )
-    node = NodeState(
-        "digits", "b", "b-1", new_metrics(), lease_ttl_s=5.0, clock=float, wall_clock=float, secrets={CANARY}
-    )
+    node = a_node(node="b", secrets={CANARY})
     waiting_for = f"excluded: {excluded.reason}"
     node.update(NodeSnapshot("b", "b-1", world=world, waiting_for=waiting_for), None, "joining")
     assert CANARY not in node.job() + node.node()
@@ -153,9 +152,7 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
 
 def test_nor_in_the_answer_to_who_asks_whether_an_excluded_node_is_ready() -> None:
     snapshot = NodeSnapshot("b", "b-1", waiting_for=f"excluded: exit code 1: ValueError: {CANARY}")
-    node = NodeState(
-        "digits", "b", "b-1", new_metrics(), lease_ttl_s=5.0, clock=float, wall_clock=float, secrets={CANARY}
-    )
+    node = a_node(node="b", secrets={CANARY})
     node.update(snapshot, None, "joining")
     assert node.readiness().detail == "waiting: excluded: exit code 1: ValueError: ***"
 
@@ -289,15 +286,13 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return new_metrics()
+    return a_metrics(workers=2)
 
 
 @pytest.fixture
 def node(metrics: Metrics, clock: Clock) -> NodeState:
     """Its machine's monotonic clock shows 900 s less than the one on the wall."""
-    return NodeState(
-        "digits", "a", "a-1", metrics, lease_ttl_s=5.0, clock=clock, wall_clock=lambda: clock() + 900.0
-    )
+    return a_node(metrics, clock=clock, wall_clock=lambda: clock() + 900.0)
 
 
 def status_of(node: NodeState) -> NodeStatus:
@@ -355,10 +350,6 @@ def test_a_step_is_as_old_as_its_end_and_no_checkpoint(node: NodeState, clock: C
 
 
 # ---------------------------------------------------------------- the same in numbers
-
-
-def new_metrics() -> Metrics:
-    return Metrics("digits", "a", Build(version="1"), workers=2, min_nodes=1, started_at_s=0.0)
 
 
 def shown(node: NodeState) -> dict[str, float]:

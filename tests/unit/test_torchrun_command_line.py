@@ -10,22 +10,16 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_agent.agent.configuration.config import OPTIONS, ConfigError
-from elastic_agent.agent.configuration.derive import Resolved, resolve
+from elastic_agent.agent.configuration.derive import Resolved
 from elastic_agent.agent.configuration.load import IGNORED_TORCHRUN_OPTIONS, read_argv
 from elastic_agent.rendezvous.records import Endpoint
+from tests.unit.settings import means_the_same, run_resolve
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text("pass\n")
-    return str(path)
-
-
-def run(line: str, script: str, **environ: str) -> Resolved:
-    return resolve(read_argv([*shlex.split(line), script]), environ, lambda: "fresh")
+def run(line: str, *script: str, **environ: str) -> Resolved:
+    return run_resolve([*shlex.split(line), *script], environ)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +56,7 @@ def test_a_rank_alone_orders_nodes_and_names_no_store(script: str) -> None:
 
 def test_what_ultralytics_writes_for_torchrun_is_one_job_of_this_node(script: str) -> None:
     """The list of its `generate_ddp_command`, behind the module's name."""
-    resolved = resolve(
-        read_argv(["--nproc_per_node", "2", "--master_port", "41213", script]), {}, lambda: "fresh"
-    )
+    resolved = run("--nproc_per_node 2 --master_port 41213", script)
     config = resolved.config
     assert (config.nproc_per_node, config.rendezvous.backend, config.command.target) == (2, "memory", script)
     assert resolved.warnings == ("--master_port is ignored: one node meets no other",)
@@ -83,7 +75,7 @@ def test_the_command_of_torchs_tutorial_for_ddp_is_taken_word_for_word(script: s
 @pytest.mark.parametrize("line", ["-m --no-python prog", "--no-python -m prog", "-m --no-python=prog"])
 def test_two_things_to_run_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="expected one thing to run"):
-        resolve(read_argv(shlex.split(line)), {}, lambda: "fresh")
+        run(line)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,7 @@ def test_two_things_to_run_are_refused(line: str) -> None:
     ],
 )
 def test_torchruns_variables_say_what_the_script_is(line: str, environ: dict[str, str], kind: str) -> None:
-    resolved = resolve(read_argv(shlex.split(line)), environ, lambda: "fresh")
+    resolved = run(line, **environ)
     command = resolved.config.command
     assert (command.kind, command.target, command.args) == (kind, "prog", ("-x",))
     assert resolved.warnings == ()
@@ -158,9 +150,7 @@ def test_beside_another_meeting_place_it_has_no_effect(
 
 def test_the_file_that_is_printed_means_the_same(script: str, tmp_path: Path) -> None:
     resolved = run("--nnodes=2 --node-rank=1 --master-addr=h", script)
-    file = tmp_path / "job.toml"
-    file.write_text("\n".join(resolved.settings.lines()))
-    again = resolve(read_argv([f"--config={file}"]), {}, lambda: "fresh")
+    again = means_the_same(resolved, tmp_path)
     assert (again.config, again.warnings) == (resolved.config, ())
 
 
@@ -177,14 +167,14 @@ def test_the_file_that_is_printed_means_the_same(script: str, tmp_path: Path) ->
 def test_module_and_no_python_may_stand_alone(
     line: str, kind: str, target: str, args: tuple[str, ...]
 ) -> None:
-    command = resolve(read_argv(shlex.split(line)), {}, lambda: "fresh").config.command
+    command = run(line).config.command
     assert (command.kind, command.target, command.args) == (kind, target, args)
 
 
 @pytest.mark.parametrize("target", ["-m pkg.mod", "--no-python true"])
 def test_run_path_is_for_scripts(target: str) -> None:
     with pytest.raises(ConfigError, match="--run-path 'true': expected a script, and not"):
-        resolve(read_argv(shlex.split(f"--run-path {target}")), {}, lambda: "fresh")
+        run(f"--run-path {target}")
 
 
 @pytest.mark.parametrize(
