@@ -331,9 +331,7 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
 
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(),
-        Answers(hang, lambda: probe, lambda: probe),
-        limits=ClientLimits(silence_s=0.05),
+        listening_socket(), Answers(hang, lambda: probe, lambda: probe), limits=ClientLimits(silence_s=0.05)
     )
     server.start()
     with connect(server) as client:
@@ -519,11 +517,7 @@ def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> 
 
 
 @contextmanager
-def served(
-    agent: Agent,
-    answers: Answers,
-    limits: ClientLimits | None = None,
-) -> Iterator[HealthServer]:
+def served(agent: Agent, answers: Answers, limits: ClientLimits | None = None) -> Iterator[HealthServer]:
     server = HealthServer(listening_socket(), answers, limits or ClientLimits(), clock=lambda: agent.now_s)
     server.start()
     try:

@@ -131,10 +131,7 @@ def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
 def test_the_sample_pool_is_a_valid_configuration(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text((SHIPPED / "pool.toml").read_text())
     assert not [line for line in (SHIPPED / "pool.env").read_text().splitlines() if not line.startswith("#")]
-    variables = {
-        "ELASTIC_AGENT_CONFIG": str(tmp_path / "pool.toml"),
-        "RUNTIME_DIRECTORY": str(tmp_path),
-    }
+    variables = {"ELASTIC_AGENT_CONFIG": str(tmp_path / "pool.toml"), "RUNTIME_DIRECTORY": str(tmp_path)}
     command = [sys.executable, "-m", "elastic_agent", *setting("ExecStart", DAEMON).split()[1:]]
     done = subprocess.run(
         [*command, "--check-config"],

@@ -15,7 +15,7 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import OPTIONS, Command, Config
-from elastic_agent.agent.configuration.parse import NodeCounts, OptionSource
+from elastic_agent.agent.configuration.parse import OptionSource
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
@@ -323,36 +323,6 @@ def test_a_real_process_prints_letters_that_its_terminal_lacks() -> None:
 def test_the_command_line_needs_no_torch() -> None:
     code = "import sys, elastic_agent.cli as cli; cli.main(['--version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "nodes", "workers", "backend"),
-    [
-        (
-            "--nnodes=1:4 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --max-restarts 3"
-            " --standalone",
-            NodeCounts(1, 1), 2, "memory",
-        ),
-        ("--nnodes 1:4 --nproc-per-node gpu --rdzv-id none", NodeCounts(1, 4), "gpu", "c10d"),
-        (
-            "--nproc_per_node=8 --rdzv_backend c10d --rdzv_endpoint=localhost:0 --local-ranks-filter 0"
-            " --role rank --tee 3",
-            NodeCounts(1, 1), 8, "c10d",
-        ),
-        (
-            "--nnodes=2 --rdzv_endpoint=node1:29400 --rdzv_conf timeout=900,read_timeout=60 -r 3 -t 1:2",
-            NodeCounts(2, 2), 1, "c10d",
-        ),
-        ("--nproc_per_node 2 --master_port 29512", NodeCounts(1, 1), 2, "memory"),
-    ],
-)  # fmt: skip
-def test_torchruns_spellings(
-    words: str, nodes: NodeCounts, workers: int | str, backend: str, script: str, started: list[Config]
-) -> None:
-    main([*words.split(), script, "--lr", "0.1"])
-    (config,) = started
-    assert (config.nodes, config.nproc_per_node, config.rendezvous.backend) == (nodes, workers, backend)
-    assert config.command == Command("script", script, ("--lr", "0.1"))
 
 
 def test_a_job_that_starts_its_own_store_has_a_new_id_every_time(script: str, started: list[Config]) -> None:

@@ -529,10 +529,7 @@ def test_standalone_warns_of_what_it_overrules(script: str) -> None:
 
 # --- The printed settings and the documentation ---
 
-VALUES = st.fixed_dictionaries(
-    {},
-    optional={name: st.just(text) for name, (text, _, _) in LANDINGS.items()},
-)
+VALUES = st.fixed_dictionaries({}, optional={name: st.just(text) for name, (text, _, _) in LANDINGS.items()})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,13 +13,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError, DevicePinning
 from elastic_agent.agent.configuration.parse import WorkerCount
-from elastic_agent.agent.machine.devices import (
-    Device,
-    Inventory,
-    pin,
-    probe,
-    resolve_workers,
-)
+from elastic_agent.agent.machine.devices import Device, Inventory, pin, probe, resolve_workers
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)
@@ -306,13 +300,7 @@ def test_pinning(
         ("index", 5, 1, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "per-worker 0"]),
         ("mask", 3, 1, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "per-worker 0"]),
         ("index", 2, 1, MIGS, ["only the first MIG", "--virtual-local-rank"]),
-        (
-            "index",
-            3,
-            2,
-            FOUR_GPUS,
-            ["-node '3'", "each with 2", "devices: 4"],
-        ),
+        ("index", 3, 2, FOUR_GPUS, ["-node '3'", "each with 2", "devices: 4"]),
         ("mask", 1, 5, FOUR_GPUS, ["-node '1'", "each with 5", "CUDA devices: 4 (0,1,2,3)"]),
         ("mask", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),
         ("index", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),

@@ -48,12 +48,7 @@ def test_the_first_failed_worker_is_named_with_its_traceback_and_code(tmp_path: 
     message = written(tmp_path / "error.json", FAILURE)["message"]
     assert message == {
         "message": "ValueError: no",
-        "extraInfo": {
-            "py_callstack": FAILURE.traceback,
-            "timestamp": "1700000000",
-            "rank": "3",
-            "node": "b",
-        },
+        "extraInfo": {"py_callstack": FAILURE.traceback, "timestamp": "1700000000", "rank": "3", "node": "b"},
         "errorCode": -11,
     }
 

@@ -25,11 +25,7 @@ from elastic_agent.health.hang_report import (
 )
 from elastic_agent.health.hang_report import HangReport as Said
 from elastic_agent.rendezvous.coordinator.decide import decide
-from elastic_agent.rendezvous.coordinator.inquiries import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    asks_at,
-)
+from elastic_agent.rendezvous.coordinator.inquiries import FIRST_PAUSE_S, LONGEST_PAUSE_S, asks_at
 from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
 from elastic_agent.rendezvous.node.node_actions import ReportHang as Answer

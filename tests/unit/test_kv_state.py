@@ -51,14 +51,7 @@ def test_the_outcome_shows_the_compared_keys_as_they_stand_after_it() -> None:
 
 @pytest.mark.parametrize(
     ("compares", "writes", "fits"),
-    [
-        (0, 128, True),
-        (0, 129, False),
-        (64, 64, True),
-        (65, 64, False),
-        (128, 0, True),
-        (129, 0, False),
-    ],
+    [(0, 128, True), (0, 129, False), (64, 64, True), (65, 64, False), (128, 0, True), (129, 0, False)],
 )
 def test_a_transaction_has_no_more_operations_than_etcd_takes(compares: int, writes: int, fits: bool) -> None:
     kv = KvState()

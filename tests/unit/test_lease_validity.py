@@ -19,15 +19,7 @@ from elastic_agent.rendezvous.liveness import (
     ProbeFailure,
     ProbeResult,
 )
-from elastic_agent.rendezvous.records import (
-    Cause,
-    CauseKind,
-    Endpoint,
-    Member,
-    PeerStatus,
-    Phase,
-    World,
-)
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, PeerStatus, Phase, World
 
 TTL_S, GRACE_S = 10.0, 30.0
 LATE = LEASE_MARGIN * TTL_S + 0.5
@@ -96,12 +88,7 @@ def test_the_first_member_goes_on_while_all_others_run_its_generation_without_th
 
 @pytest.mark.parametrize(
     "finding",
-    [
-        runs("c", generation=0),
-        runs("c", generation=2),
-        PeerStatus("c", "c-2", 3, LATE),
-        ProbeFailure.REFUSED,
-    ],
+    [runs("c", generation=0), runs("c", generation=2), PeerStatus("c", "c-2", 3, LATE), ProbeFailure.REFUSED],
     ids=["stopped", "another generation", "another life", "refused"],
 )
 def test_one_member_that_does_not_go_on_ends_it_at_once(finding: ProbeResult) -> None:

@@ -32,9 +32,7 @@ VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
 
 
 def new_metrics(
-    run_id: str = "run-1",
-    node: str = "node-a",
-    causes: Sequence[str] = ("killed", "unknown"),
+    run_id: str = "run-1", node: str = "node-a", causes: Sequence[str] = ("killed", "unknown")
 ) -> Metrics:
     return Metrics(
         run_id,

@@ -260,13 +260,7 @@ def test_links_and_their_addresses_are_put_together(monkeypatch: pytest.MonkeyPa
         Interface(
             "eth0",
             True,
-            (
-                ip("10.0.0.1/24"),
-                ip("fd00::1/64"),
-                ip("fd00::2/64"),
-                ip("fe80::1/64"),
-                ip("10.0.0.2/24"),
-            ),
+            (ip("10.0.0.1/24"), ip("fd00::1/64"), ip("fd00::2/64"), ip("fe80::1/64"), ip("10.0.0.2/24")),
             9000,
             100_000,
         ),

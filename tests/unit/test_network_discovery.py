@@ -58,11 +58,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_config(
-    backend: str,
-    *hosts: str,
-    local_addr: str | None = None,
-    wait_s: float = 30.0,
-    most: int = 4,
+    backend: str, *hosts: str, local_addr: str | None = None, wait_s: float = 30.0, most: int = 4
 ) -> Config:
     endpoints = tuple(Endpoint(host, 1) for host in hosts)
     rendezvous = RendezvousConfig(

@@ -22,9 +22,7 @@ PLAIN_VALUES = ROOT / "agent" / "workers" / "evidence.py"
 OWN_FUNCTIONS = {ROOT / "elastic_agent" / "launcher.py"}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
-SCRIPT = {
-    ROOT / "agent/workers/processes/fork_server.py": "calls compile",
-}
+SCRIPT = {ROOT / "agent/workers/processes/fork_server.py": "calls compile"}
 """Where a fork server runs the user's script, as a new Python would."""
 
 

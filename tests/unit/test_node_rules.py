@@ -22,12 +22,7 @@ from elastic_agent.health.checks.machine import (
     check_open_files,
     check_shared_memory,
 )
-from elastic_agent.health.checks.runner import (
-    BY_NAME,
-    CheckAnswer,
-    checks_for,
-    findings_of,
-)
+from elastic_agent.health.checks.runner import BY_NAME, CheckAnswer, checks_for, findings_of
 
 MIB, GIB = 2**20, 2**30
 OK, WARN, FAIL, UNKNOWN = Outcome.OK, Outcome.WARN, Outcome.FAIL, Outcome.UNKNOWN
@@ -169,12 +164,7 @@ def test_names(
 # --- GPUs
 
 GPUS = ("0000:3b:00.0", "0000:5e:00.0")
-WELL = {
-    "uncorrected": 0,
-    "remap_pending": False,
-    "remap_failed": False,
-    "throttled": 1,
-}
+WELL = {"uncorrected": 0, "remap_pending": False, "remap_failed": False, "throttled": 1}
 
 
 @pytest.mark.parametrize(
@@ -240,12 +230,7 @@ def test_without_nvml_there_is_one_finding(facts: NvmlFacts, outcome: Outcome, s
     ],
 )
 def test_xids(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    age_s: float,
-    message: str,
-    outcome: Outcome,
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, age_s: float, message: str, outcome: Outcome, said: str
 ) -> None:
     log, up_s = tmp_path / "kmsg", 1e6
     monkeypatch.setattr(time, "clock_gettime", lambda clock: up_s)

@@ -18,16 +18,7 @@ from elastic_agent.health.metrics import Metrics
 from elastic_agent.health.stragglers import PaceComparison, Straggler
 from elastic_agent.rendezvous.messages import Exclusion
 from elastic_agent.rendezvous.node.session import NodeSnapshot
-from elastic_agent.rendezvous.records import (
-    Cause,
-    CauseKind,
-    Endpoint,
-    Failure,
-    Member,
-    Phase,
-    Result,
-    World,
-)
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Failure, Member, Phase, Result, World
 from elastic_agent.worker.wire.messages import SaveReport
 from elastic_agent.worker.wire.shared_progress import Reading
 from tests.observed import a_metrics, a_node
@@ -163,10 +154,7 @@ def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, jou
 
 @pytest.mark.parametrize(
     ("steps", "text"),
-    [
-        (True, "training resumed after 3.5 s"),
-        (False, "workers started again after 2 s (no steps reported)"),
-    ],
+    [(True, "training resumed after 3.5 s"), (False, "workers started again after 2 s (no steps reported)")],
 )
 def test_what_a_recovery_ended_with_is_said(
     steps: bool, text: str, observer: Observer, journal: Journal, caplog: pytest.LogCaptureFixture

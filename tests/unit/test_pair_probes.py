@@ -118,9 +118,7 @@ def test_two_nodes_do_an_all_reduce() -> None:
     assert all(rate > 1e5 for rate, _ in answers)
 
 
-def test_a_process_that_fails_hangs_or_is_not_there_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_fails_hangs_or_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, store = two_nodes()
 
     def says(*command: str) -> str:

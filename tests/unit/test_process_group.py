@@ -72,11 +72,7 @@ def test_the_backend_is_that_of_the_accelerator_that_is_there(
 
 @pytest.mark.parametrize(
     ("given", "passed"),
-    [
-        ({}, "gloo"),
-        ({"backend": "gloo"}, "gloo"),
-        ({"device_id": torch.device("cpu", 0)}, None),
-    ],
+    [({}, "gloo"), ({"backend": "gloo"}, "gloo"), ({"device_id": torch.device("cpu", 0)}, None)],
 )
 def test_torch_gets_a_backend_unless_it_chooses_by_the_device(
     given: dict[str, Any], passed: str | None, monkeypatch: pytest.MonkeyPatch

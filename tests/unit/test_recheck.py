@@ -164,9 +164,6 @@ def test_a_process_that_fails_or_hangs_is_a_problem(monkeypatch: pytest.MonkeyPa
         return arithmetic.check_arithmetic(NEEDS)
 
     broken = found("import sys; sys.exit('CUDA error: device-side assert')")
-    assert (broken.outcome, broken.summary) == (
-        Outcome.FAIL,
-        "ended with 1: CUDA error: device-side assert",
-    )
+    assert (broken.outcome, broken.summary) == (Outcome.FAIL, "ended with 1: CUDA error: device-side assert")
     monkeypatch.setattr(arithmetic, "WITHIN_S", 0.2)
     assert found("import time; time.sleep(60)").summary == "no result within 0.2 s"

@@ -101,12 +101,7 @@ def test_a_job_stands_for_its_newest_run(
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
-    words: list[str],
-    code: ExitCode,
-    says: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], code: ExitCode, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder" / "events-a.jsonl").mkdir(parents=True)

@@ -141,10 +141,7 @@ def test_one_node_meets_no_other(script: str) -> None:
     assert (config.rendezvous.backend, config.nodes) == ("memory", NodeCounts(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("words", "grace_s"),
-    [("", 12.5), ("--stop-grace 3s", 3.0)],
-)
+@pytest.mark.parametrize(("words", "grace_s"), [("", 12.5), ("--stop-grace 3s", 3.0)])
 def test_a_whole_stop_fits_into_the_time_before_sigkill(words: str, grace_s: float, script: str) -> None:
     assert config_of(f"--slurm {words}", TASK, script).stop.grace_s == grace_s
 
@@ -171,15 +168,10 @@ def test_a_job_leaves_before_its_end(left_s: float, grace_s: float, in_s: float)
             TASK | {"SLURM_STEP_NUM_TASKS": "24"},
             ["SLURM_STEP_NUM_TASKS '24': expected one task on each of the step's 3 nodes"],
         ),
-        (
-            BATCH | {"SLURM_NNODES": "3"},
-            ["SLURM_NNODES '3': expected an agent on each of these nodes"],
-        ),
+        (BATCH | {"SLURM_NNODES": "3"}, ["SLURM_NNODES '3': expected an agent on each of these nodes"]),
         (
             TASK | {"SLURM_NODEID": "x", "SLURM_STEP_NODELIST": "[", "SLURM_RESTART_COUNT": "-1"},
-            [
-                "SLURM_STEP_NODELIST '[': expected Slurm's list of nodes; name the store yourself",
-            ],
+            ["SLURM_STEP_NODELIST '[': expected Slurm's list of nodes; name the store yourself"],
         ),
     ],
 )

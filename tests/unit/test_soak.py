@@ -4,30 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.soak import MOST_STEPS, NODES, OWN_MEMORY, Fault, Kind, mistakes, most_lost, plan, unplanned
+from tests.chaos.soak import Fault, Kind, mistakes, most_lost, unplanned
 from tests.chaos.soak_job import SAVE_EVERY
-
-
-def test_a_seed_draws_the_same_faults_again_and_another_seed_others() -> None:
-    assert plan(3, 50) == plan(3, 50) != plan(4, 50)
-
-
-@pytest.mark.parametrize("kills", [3, 4, 5, 6, 200])
-def test_half_of_the_kills_hit_workers_and_other_faults_come_on_top(kills: int) -> None:
-    drawn = [fault.kind for fault in plan(1, kills)]
-    killed = [kind for kind in drawn if not kind.on_top]
-    assert len(killed) == kills
-    assert kills // 2 <= killed.count(Kind.WORKER) <= (kills + 1) // 2
-    assert kills <= 5 * sum(kind.planned for kind in drawn) < kills + 5
-    assert kills <= 10 * drawn.count(Kind.FULL) < kills + 10 or not OWN_MEMORY
-    rare = {Kind.DRAIN} if kills <= 5 else set()
-    assert set(drawn) == set(Kind) - rare - (set() if OWN_MEMORY else {Kind.FULL})
-
-
-def test_many_faults_hit_every_node_and_each_after_a_checkpoint() -> None:
-    faults = plan(1, 200)
-    assert {fault.node for fault in faults} == set(NODES)
-    assert {fault.after_steps for fault in faults} == set(range(SAVE_EVERY + 1, MOST_STEPS + 1))
 
 
 def event(what: str, generation: int, rank: int, step: int) -> dict[str, object]:

@@ -57,10 +57,7 @@ def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C)
 ALL = {f"{name}-1": status(name) for name in "abc"}
 
 
-def made(
-    one: FoundJob | None = None,
-    answers: Mapping[str, NodeAnswer] = ALL,
-) -> JobReport:
+def made(one: FoundJob | None = None, answers: Mapping[str, NodeAnswer] = ALL) -> JobReport:
     return report(one or found(), answers)
 
 

@@ -6,12 +6,7 @@ import math
 
 import pytest
 
-from elastic_agent.agent.configuration.stopping import (
-    LAST_SAVE_S,
-    LEAST_SAVE_S,
-    last_saves_s,
-    whole_stop_s,
-)
+from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, last_saves_s, whole_stop_s
 
 # --- The last saves of a leave, at 100
 

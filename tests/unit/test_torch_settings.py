@@ -51,9 +51,7 @@ def test_dumps_that_would_not_be_found_are_left_where_torch_puts_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
-    name: str,
-) -> None:
+def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(name: str) -> None:
     set_for_worker = seen(PLAIN, {name: "7"})
     assert {name: value for name, value in set_for_worker.items() if "BUFFER_SIZE" in name} == {name: "7"}
 
