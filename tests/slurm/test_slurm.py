@@ -178,7 +178,7 @@ def test_the_environment_of_a_task_says_all_that_slurm_needs(slurm: SlurmCluster
         "srun", "--nodes=2", "--ntasks=2", "elastic-agent", "--slurm", "--check-config", str(TRAINING)
     )
     assert len(re.findall(r'rdzv-endpoint = "n1:2[0-9]{4}"', done)) == 2
-    assert sorted(re.findall("node-rank = ([01])", done)) == ["0", "1"]
+    assert sorted(re.findall('node-rank = "([01])"', done)) == ["0", "1"]
     assert len(re.findall(r'rdzv-id = "slurm-[0-9]+\.0"', done)) == 2
     wrong = subprocess.run(
         ["srun", "--nodes=2", "--ntasks=4", "elastic-agent", "--slurm", str(TRAINING)],
