@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+
+# A store that ends makes torch write pages of C++ frames, unless it has read this before. Agents set it, too.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytest
 from hypothesis import settings
 
+from tests import needs
 from tests.installed import installed  # noqa: F401
 from tests.system.harness import TRAINING_GAP
+
+# fmt: off
+LONGEST = (
+    "sim/promises", "system/users", "proof/proof", "sim/pool",
+    "system/daemon", "contract/etcd", "system/checkpointer", "system/fence",
+    "contract/store", "contract/disk_writer", "system/etcd_members", "system/partitions",
+    "chaos/soak", "unit/just_in_time", "system/worker_failures", "contract/worker_store",
+    "contract/produced_failures", "unit/records", "unit/own_time", "sim/replication",
+    "system/worker_example", "contract/status_sources", "unit/decide",
+)
+# fmt: on
+"""Files of tests by what they take: those of half a minute and more."""
 
 settings.register_profile(
     "any machine", deadline=None
@@ -33,7 +49,33 @@ def environment_of_before() -> Iterator[None]:
     os.environ.update(before)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of minutes first: one that came last would leave all other processes of pytest-xdist without work."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+
+    def place(item: pytest.Item) -> int:
+        return order.get(f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}", len(order))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    needs.judge(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    needs.judge(report)
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in needs.summary(terminalreporter.getreports("skipped")):
+        terminalreporter.line(line)
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     noted = [value for report in reports for name, value in report.user_properties if name == TRAINING_GAP]
     if noted:

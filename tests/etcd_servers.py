@@ -24,6 +24,7 @@ from elastic_agent.rendezvous.etcd import PREFIX
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.store_kind import Access
 from tests.stopping import stop
+from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
 START_S = 30.0
@@ -94,22 +95,25 @@ class EtcdCluster:
         tls: Certificates | None = None,
         client_certificates: bool = True,
         args: Sequence[str] = (),
-        heartbeat_ms: int = 10,
-        election_ms: int = 100,
+        heartbeat_ms: int = 0,
+        election_ms: int = 0,
     ) -> None:
+        """Without times for heartbeats and elections a cluster elects fast, and one member alone, which elects nobody,
+        is idle while nobody asks it."""
         self._tls = tls
         self._client_certificates = client_certificates
         self._args = tuple(args)
-        self._timing = ("--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms))
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self._folder = Path(tempfile.mkdtemp(prefix="etcd-test-", dir=root))
         self._places = tuple(places) or (Place(),) * members
         self._count = len(self._places)
+        heartbeat_ms = heartbeat_ms or (50 if self._count == 1 else 10)
+        election_ms = election_ms or 10 * heartbeat_ms
+        self._timing = ("--heartbeat-interval", str(heartbeat_ms), "--election-timeout", str(election_ms))
         self.members: list[Member] = []
 
     def start(self) -> None:
         """Raises when they do not get ready; a port that another program took meanwhile is no reason."""
-        deadline = time.monotonic() + START_S
         while True:
             ports = _free_ports(2 * self._count)
             self.members = [
@@ -117,19 +121,17 @@ class EtcdCluster:
             ]
             for number in range(self._count):
                 self.launch(number)
-            while not all(map(self.healthy, range(self._count))):
-                if any(
-                    member.process is None or member.process.poll() is not None for member in self.members
-                ):
-                    break
-                assert time.monotonic() < deadline, f"etcd is not ready:\n{self.said()}"
-                time.sleep(0.02)
-            else:
+            if wait_for(self._started, "etcd to be ready", START_S, seen=self.said) == "ready":
                 return
             said = self.said()
             self.close()
             assert "address already in use" in said, f"etcd did not start:\n{said}"
             self._folder.mkdir()
+
+    def _started(self) -> str:
+        if any(member.process is None or member.process.poll() is not None for member in self.members):
+            return "ended"
+        return "ready" if all(map(self.healthy, range(self._count))) else ""
 
     def close(self) -> None:
         for number, member in enumerate(self.members):
@@ -186,10 +188,9 @@ class EtcdCluster:
                 self.launch(number)
             else:
                 self.thaw(number)
-        deadline = time.monotonic() + START_S
-        while not all(map(self.healthy, range(self._count))):
-            assert time.monotonic() < deadline, f"etcd does not recover:\n{self.said()}"
-            time.sleep(0.02)
+        wait_for(
+            lambda: all(map(self.healthy, range(self._count))), "etcd to recover", START_S, seen=self.said
+        )
 
     def freeze(self, number: int) -> None:
         """Returns when none of its threads can answer any more."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_for
+
 PATIENCE_S = 60.0
 
 Series = tuple[dict[str, str], float]
@@ -60,13 +62,12 @@ class Prometheus:
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def wait_for(self, expression: str) -> list[Series]:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            if series := self.query(expression):
-                return series
-            time.sleep(0.05)
-        pytest.fail(
-            f"no series for {expression}; the end of Prometheus' log:\n{self.log.read_text()[-2000:]}"
+        log = self.log
+        return wait_for(
+            lambda: self.query(expression),
+            f"a series for {expression}",
+            PATIENCE_S,
+            seen=lambda: f"the end of Prometheus' log:\n{log.read_text()[-2000:]}",
         )
 
 

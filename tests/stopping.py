@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 PATIENCE_S = 30.0
 
@@ -13,10 +14,7 @@ PATIENCE_S = 30.0
 def stop(pid: int) -> None:
     """Send SIGSTOP, and return when all threads of the process have stopped."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE_S
-    while not _stands_still(pid):
-        assert time.monotonic() < deadline, f"pid {pid} has not stopped"
-        time.sleep(0.001)
+    wait_for(lambda: _stands_still(pid), f"pid {pid} to stop", PATIENCE_S, every_s=0.001)
 
 
 def _stands_still(pid: int) -> bool:

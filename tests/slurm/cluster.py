@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.system.processes import listening_ports
+from tests.waiting import wait_for
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "unshare")
 NODES = ("n1", "n2")
@@ -107,12 +108,7 @@ class SlurmCluster:
     def wait_for(
         self, condition: Callable[[], object], what: str, job: int = 0, within_s: float = PATIENCE_S
     ) -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"waited {within_s:g} s for {what}\n{self.output(job)}\n{self.story()}"
-            )
-            time.sleep(0.1)
+        wait_for(condition, what, within_s, seen=lambda: f"{self.output(job)}\n{self.story()}", every_s=0.1)
 
     def story(self) -> str:
         """The last lines of all daemons, and the queue."""

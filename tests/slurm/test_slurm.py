@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.ranks.cluster_environment import port_of
-from tests.system.needs import skip_without
+from tests.needs import skip_without
 from tests.system.processes import listening_ports, port_for_a_store
 
 from .cluster import FREEZER, NODES, TOOLS, SlurmCluster, slurm_cluster

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,10 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
+from tests.needs import skip_without
+from tests.waiting import wait_for
 
 from .harness import PATIENCE_S
-from .needs import skip_without
 from .processes import family
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,11 +103,7 @@ class Container:
             self._nspawn.wait(PATIENCE_S)
         for mount in (self._root, self._folder):
             subprocess.run(["umount", "--recursive", mount], capture_output=True)
-        deadline = time.monotonic() + PATIENCE_S
-        for cgroup in self._cgroups:
-            while cgroup.exists() and time.monotonic() < deadline:
-                remove_cgroup(cgroup)
-                time.sleep(0.01)
+        wait_for(lambda: not any(map(_is_left, self._cgroups)), "its cgroups to be empty", PATIENCE_S)
 
     # --- making it
 
@@ -158,13 +154,14 @@ class Container:
             )
         # Where cgroups are of both versions, it makes itself one in systemd's old tree, too.
         self._cgroups = [cgroup, Path("/sys/fs/cgroup/systemd", cgroup.name)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not self._is_up():
-            said = console.read_text(errors="replace")[-500:]
-            if self._nspawn.poll() is not None:
-                raise CannotBoot(f"systemd-nspawn ended: {said}")
-            assert time.monotonic() < deadline, f"the container did not boot: {said}"
-            time.sleep(0.05)
+
+        def said() -> str:
+            return console.read_text(errors="replace")[-500:]
+
+        nspawn = self._nspawn
+        wait_for(lambda: nspawn.poll() is not None or self._is_up(), "a boot", PATIENCE_S, seen=said)
+        if nspawn.poll() is not None:
+            raise CannotBoot(f"systemd-nspawn ended: {said()}")
         # An interpreter that is linked with its library looks for it where it was built, and then here.
         self.write("/etc/ld.so.conf.d/000-python.conf", "/opt/python/lib\n")
         self.run("ldconfig")
@@ -182,6 +179,11 @@ def mount(folder: Path, kind: str, options: str) -> None:
     done = subprocess.run(["mount", "-t", kind, "-o", options, kind, folder], capture_output=True, text=True)
     if done.returncode != 0:
         raise CannotBoot(f"cannot mount: {done.stderr.strip()}")
+
+
+def _is_left(cgroup: Path) -> bool:
+    remove_cgroup(cgroup)
+    return cgroup.exists()
 
 
 def _a_cgroup() -> Path:

@@ -1,9 +1,10 @@
 """Agents that are forked from a process that has imported what an agent imports, as a daemon's standby has.
 
 Imports are nearly all that the start of an agent costs: 0.6 s of processor time, and 0.3 s more where it needs torch's
-store. The suite starts a thousand agents. What a forked one is to the kernel and to the test is what a cold one is:
-its words, environment, directory, streams, signals and exit code; only its parent is another. `test_fork_server`
-compares the two. An agent whose environment Python or the C library reads at their start is not forked.
+store. The suite starts hundreds of agents. What a forked one is to the kernel and to the test is what a cold one is:
+its words, environment, directory, streams, signals and exit code; only its parent is another. It may be on a host with
+a network of its own, as `ip netns exec` would bring it there. `test_fork_server` compares the two. An agent whose
+environment Python or the C library reads at their start is not forked.
 
 The module is both ends: `ForkServer` in the test's process, and, run as a program, the process that forks.
 """
@@ -122,9 +123,13 @@ class ForkServer:
         """Whether what it would fork is what a start with this environment is."""
         return _read_at_start(environment) == _read_at_start(self._environment)
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
-        """`elastic-agent` with these words, in this process's directory; it reads nothing."""
+    def start(
+        self, words: Sequence[str], environment: Mapping[str, str], output: int, network: str = ""
+    ) -> ForkedProcess:
+        """`elastic-agent` with these words, in this process's directory; it reads nothing. `network`: the name of a
+        network namespace."""
         request = {"words": list(words), "environment": dict(environment), "directory": os.getcwd()}
+        request["network"] = network
         ends, theirs = socket.socketpair()
         with theirs, open(os.devnull, "rb") as nothing, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
@@ -207,6 +212,8 @@ def become(request: int, nothing: int, output: int) -> NoReturn:
             os.dup2(descriptor, stream)
         for descriptor in (nothing, output):
             os.close(descriptor)
+        if wanted["network"]:
+            enter(wanted["network"])
         os.chdir(wanted["directory"])
         words, environment = wanted["words"], wanted["environment"]
         os.environ.clear()
@@ -224,6 +231,17 @@ def become(request: int, nothing: int, output: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     os._exit(code)
+
+
+def enter(network: str) -> None:
+    """What `ip netns exec` does: /sys shows the interfaces of the network in which it is mounted."""
+    new_mounts, new_network, detach, slave, recursive = 0x20000, 0x40000000, 2, 1 << 19, 1 << 14
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{network}") as namespace:
+        done = [libc.setns(namespace.fileno(), new_network), libc.unshare(new_mounts)]
+    done += [libc.mount(b"", b"/", b"none", slave | recursive, None), libc.umount2(b"/sys", detach)]
+    done += [libc.mount(network.encode(), b"/sys", b"sysfs", 0, None)]
+    assert not any(done), f"{done}: {os.strerror(ctypes.get_errno())}"
 
 
 def show(words: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from steps_file import note
+from steps_file import hold, note, wait_for_note
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,9 +54,8 @@ def main(directory: str, steps: int) -> None:
                     time.sleep(600)
                 torch.nn.functional.mse_loss(model(batch), targets).backward()
                 if done + 1 == dies_after and dist.get_rank() == 1:
-                    time.sleep(
-                        0.2
-                    )  # clip gradients, log, wait for a device: rank 0 has finished this step by then
+                    # It clips gradients, logs, waits for a device.
+                    wait_for_note(what="finished", step=dies_after, rank=0)
                 optimizer.step()
                 scheduler.step()
                 done += 1
@@ -66,6 +65,7 @@ def main(directory: str, steps: int) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if done == steps:
                     break
+                hold(done)
             epoch += 1
     checkpoints.save(done)
     dist.barrier()

@@ -6,8 +6,8 @@ inherit. While a job lives, a thread looks at all of its processes over and over
 one node (I1) fail the test, whatever it is about. So do, at the end, a generation that is not one world with dense
 ranks (I2, I3) or that a node has started twice (I4), and a process that outlives its agent by five seconds (I9).
 
-Nothing here sleeps and hopes: `Job.wait_for` asks until a condition holds or a deadline passes, and then says what
-the agents had to say.
+Nothing here sleeps and hopes: `Job.wait_for` asks until a condition holds or a deadline passes. A test that fails shows
+the end of what all agents had to say, in order of time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.etcd_servers import EtcdCluster
+from tests.waiting import wait_for
 
 from .fork_server import AgentProcess, ForkServer, fork_server
 from .processes import MARKER, Census, Process, listening_ports, look_at, port_for_a_store, processes_of
@@ -73,6 +74,12 @@ HELD_STORES = {"SYSTEM_TEST_WITHOUT_TORCH": "yes"}
 TORCH_PRELOADED = "--preload=default"
 """For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
 as they are by default. `Job.start` says why this is not so for the others."""
+
+MOST_LINES, MOST_CHARACTERS = 100, 300
+"""Of the agents' logs, and of each line, that a test shows which has failed."""
+
+CHECKPOINTER_PRELOADED = "--preload=torch,torch.distributed,elastic_agent.worker.checkpointing.checkpointer"
+"""For those that train without DistributedDataParallel, whose imports cost as much again."""
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -130,6 +137,13 @@ def server_for(words: Sequence[str], environment: Mapping[str, str]) -> ForkServ
     return server if server.can_start(environment) else None
 
 
+def network_of(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The namespace that the first words enter, if they do, and the others; one with files of its own is not known."""
+    if tuple(command[:3]) == ("ip", "netns", "exec") and not Path("/etc/netns", command[3]).exists():
+        return command[3], command[4:]
+    return "", command
+
+
 class Agent:
     """One agent process and all that it says."""
 
@@ -146,11 +160,12 @@ class Agent:
         """`console` is where it writes, if that is not to be the log: then nothing here knows what it says."""
         self.name = name
         self.log = log
-        forks = console is None and stdin == subprocess.DEVNULL and tuple(command[:3]) == AGENT
+        network, words = network_of(command)
+        forks = console is None and stdin == subprocess.DEVNULL and tuple(words[:3]) == AGENT
         self.process: AgentProcess
         with open(log, "wb") as output:
-            if forks and (server := server_for(command[3:], environment)) is not None:
-                self.process = server.start(command[3:], environment, output.fileno())
+            if forks and (server := server_for(words[3:], environment)) is not None:
+                self.process = server.start(words[3:], environment, output.fileno(), network)
                 return
             self.process = subprocess.Popen(
                 command,
@@ -236,6 +251,8 @@ class Job:
         self.id = uuid.uuid4().hex
         self.folder = folder
         self.agents: list[Agent] = []
+        self.more_logs: list[str] = []
+        """Of agents that this has not started itself."""
         self.store_port: int | None = None
         self._etcd: tuple[str, ...] = ()
         self._first_registers: Callable[[], object] | None = None
@@ -313,11 +330,7 @@ class Job:
 
     def wait_for(self, condition: Callable[[], T], what: str, within_s: float = PATIENCE_S) -> T:
         """The condition's value as soon as it is true. `what` completes "waited for"."""
-        deadline = time.monotonic() + within_s
-        while not (value := condition()):
-            assert time.monotonic() < deadline, f"waited {within_s:.0f} s for {what}"
-            time.sleep(0.02)
-        return value
+        return wait_for(condition, what, within_s)
 
     def wait_for_metric(self, agent: Agent, name: str, value: float, **labels: str) -> None:
         """Within a rendering, as a scrape may get the last one."""
@@ -419,11 +432,27 @@ class Job:
         described = [str(orphan) for orphan in orphans]
         for orphan in orphans:
             os.kill(orphan.pid, signal.SIGKILL)
-        for agent in self.agents:
-            print(f"---------------- agent {agent.name} (exit code {agent.process.returncode})\n{agent.text}")
+        ends = ", ".join(f"{agent.name} {agent.process.returncode}" for agent in self.agents)
+        print(f"---------------- exit codes: {ends}; whole logs: {self.folder}")
+        print(in_order_of_time([*(agent.text for agent in self.agents), *self.more_logs]))
         problems = [f"orphan {orphan}" for orphan in described] + self.watcher.violations
         problems += broken_promises(self.history(what="start"))
         assert not problems, "\n".join(problems)
+
+
+def in_order_of_time(logs: Iterable[str]) -> str:
+    """The last lines of all of them. One that has no time belongs to the one before it."""
+    stamp = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\.\d{3}")
+    lines: list[tuple[str, str]] = []
+    for log in logs:
+        at = ""
+        for line in log.splitlines():
+            found = stamp.match(line)
+            at = found[0] if found is not None else at
+            lines.append((at, line))
+    lines.sort(key=lambda line: line[0])
+    left_out = [f"[{len(lines) - MOST_LINES} lines before these]"] if len(lines) > MOST_LINES else []
+    return "\n".join([*left_out, *(line[:MOST_CHARACTERS] for _, line in lines[-MOST_LINES:])])
 
 
 def without(nodes: Sequence[str], lost: str) -> list[str]:

@@ -21,7 +21,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,8 @@ from typing import Protocol, TypeVar
 import pytest
 
 from tests.etcd_servers import Place
-
-from .needs import skip_without
+from tests.needs import skip_without
+from tests.waiting import wait_for
 
 ADDRESSES = ipaddress.ip_network("198.18.0.0/15")
 """Kept for tests of networks. Each network takes 256 of them that no other one on this machine has taken."""
@@ -194,10 +193,8 @@ class Machine:
         self.ip("link", "set", "veth1a2b3c4", "master", "docker0")
         self.ip("addr", "add", "172.17.0.1/16", "dev", "docker0")
         self.switch_on("docker0")
-        deadline = time.monotonic() + 10.0
-        while "state UP" not in run("ip", "-n", self.namespace, "link", "show", "docker0"):
-            assert time.monotonic() < deadline, "docker0 does not come up"
-            time.sleep(0.02)
+        link = ("ip", "-n", self.namespace, "link", "show", "docker0")
+        wait_for(lambda: "state UP" in run(*link), "docker0 to come up", 10.0, seen=lambda: run(*link))
 
 
 class Cabling:

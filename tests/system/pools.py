@@ -169,6 +169,5 @@ class Pool:
         for agent in self.job.agents:
             if agent.process.poll() is None:
                 agent.signal(signal.SIGTERM)
-        for log in self.logs():
-            print(f"---------------- {log.relative_to(self.folder)}\n{log.read_text(errors='replace')}")
+        self.job.more_logs += [log.read_text(errors="replace") for log in self.logs()]
         shutil.rmtree(self.folder, ignore_errors=True)

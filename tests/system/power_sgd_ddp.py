@@ -14,7 +14,7 @@ import time
 import numpy
 import torch
 import torch.distributed as dist
-from steps_file import note
+from steps_file import hold, note
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +50,7 @@ def train(directory: str, steps: int) -> None:
             checkpoints.save(done)
         if done == int(os.environ.get("RANK_1_DIES_AFTER", "0")) and dist.get_rank() == 1 and begun == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        hold(done)
         time.sleep(float(os.environ.get("STEP_S", "0")))
     checkpoints.save(done)
     dist.barrier()

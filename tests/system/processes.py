@@ -97,11 +97,13 @@ class Census:
 
     /proc is listed only when the kernel has given a pid since. Of what is there, a process that has been met for a
     second without the job's marker is a stranger, and is not looked at any more: no process that a job starts goes on
-    for so long in the environment of the one that started it. A worker stays one, of the same generation. All others
-    are read each time: a spare becomes a worker, and so does what starts one.
+    for so long in the environment of the one that started it. Until then it is read now and then: most are of other
+    tests. A worker stays one, of the same generation. All others are read each time: a spare becomes a worker, and so
+    does what starts one.
     """
 
     STRANGER_AFTER_S = 1.0
+    STRANGER_EVERY_S = 0.2
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -110,6 +112,8 @@ class Census:
         self._workers: dict[int, Process] = {}
         self._others: dict[int, float] = {}
         """Until when each of them may turn out to be of the job."""
+        self._not_before: dict[int, float] = {}
+        """When to look again at one of them that had another environment."""
         self._seen: dict[int, tuple[bytes, Process]] = {}
         """Of the others: the environment that was read, and what it says."""
 
@@ -122,11 +126,15 @@ class Census:
             self._list(now)
         found = []
         for pid, until in list(self._others.items()):
+            if now < self._not_before.get(pid, now):
+                continue
             process = self._look_at(pid)
             if process is None or process.environment.get(MARKER) != self._job:
                 if now > until:
                     self._strangers.add(pid)
                     self._forget(pid)
+                elif process is not None:
+                    self._not_before[pid] = now + self.STRANGER_EVERY_S
             elif process.generation is None:
                 self._others[pid] = now + self.STRANGER_AFTER_S
                 found.append(process)
@@ -147,6 +155,7 @@ class Census:
     def _forget(self, pid: int) -> None:
         del self._others[pid]
         self._seen.pop(pid, None)
+        self._not_before.pop(pid, None)
 
     def _look_at(self, pid: int) -> Process | None:
         try:

@@ -1,8 +1,8 @@
 """A worker that does known things at known steps, and then holds still until it is told to stop. Not a test.
 
 `scripted_training.py DIRECTORY 6,10,12`: generation 1 ends at step 6, generation 2 at step 10. In generation 1 rank 0
-has to be killed to stop, and rank 1 kills itself when both have done the last step. The others tell the agent
-something that is no report, and wait.
+has to be killed to stop, and rank 1 kills itself when rank 0 waits. All others tell the agent something that is no
+report, and wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 BEGAN_AT = time.monotonic()
 
@@ -53,6 +54,8 @@ def main(directory: str, last_steps: list[int]) -> None:
         if done % SAVE_EVERY == 0:
             checkpoints.save(done)
     if generation == 1 and rank == 1:
+        while b'"what": "hold"' not in Path(os.environ["SYSTEM_TEST_HISTORY"]).read_bytes():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
         agent.sendto(b"not a report", os.environ["ELASTIC_AGENT_REPORTS"])

@@ -91,7 +91,7 @@ def test_every_thread_of_an_agent_dies_in_some_test() -> None:
 def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
     listed = job.folder / "threads"
-    job.join("a", "--nproc-per-node=2", "--preload=default", environment=planted(f"lists {listed}"))
+    job.join("a", "--nproc-per-node=2", "--preload=json", environment=planted(f"lists {listed}"))
     job.wait_for_training(world=2)
     standing = ("http-answer",) * 2  # for probes
     expected = sorted((*THREADS, *standing, "MainThread", "etcd-watch", "memory-key"))
@@ -105,6 +105,7 @@ def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdC
     assert threads() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOME)
 def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(job: Job, name: str) -> None:
     agent = job.start(
@@ -129,6 +130,7 @@ def test_an_agent_without_one_of_its_threads_ends_with_its_own_code(job: Job) ->
     assert not job.workers()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["io", "store-watch"])
 def test_an_agent_whose_thread_cannot_be_started_for_long_says_what_is_lacking(job: Job, name: str) -> None:
     agent = job.start("a", environment=planted(f"cannot start {name}"))
@@ -201,6 +203,7 @@ def dead_disk(tmp_path: Path) -> Iterator[DeadDisk]:
     disk.close()
 
 
+@pytest.mark.long
 def test_a_node_whose_worker_hangs_in_the_kernel_gives_up_its_place(job: Job, dead_disk: DeadDisk) -> None:
     options = ("--nnodes=1:2", "--last-call=30", "--lease-ttl=60")
     first = job.join("a", *options, script=(RECORDER, "--fault=1:0:150:1"))

@@ -14,7 +14,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 
-from .harness import TORCH_PRELOADED, Job
+from .harness import CHECKPOINTER_PRELOADED, Job
 
 SCRIPT = Path(__file__).with_name("poisoned.py")
 REFUSING = Path(__file__).with_name("refusing.py")
@@ -24,9 +24,9 @@ REPLACED = Path(__file__).with_name("replaced_run.py")
 @pytest.mark.parametrize("where", ["memory", pytest.param("disk", marks=pytest.mark.long)])
 def test_after_two_failures_right_after_the_load_an_older_state_is_loaded(job: Job, where: str) -> None:
     kept = "1GiB" if where == "memory" else "off"
-    options = (TORCH_PRELOADED, "--nproc-per-node=2", f"--memory-checkpoints={kept}")
+    options = (CHECKPOINTER_PRELOADED, "--nproc-per-node=2", f"--memory-checkpoints={kept}")
     agent = job.start("a", *options, script=(SCRIPT, job.folder, where))
-    assert agent.exit_code() == 0, agent.text
+    assert agent.exit_code() == 0
     for rank in (0, 1):
         loaded = (job.folder / f"loaded-{rank}").read_text().splitlines()
         assert [json.loads(line) for line in loaded] == [[1, 0], [2, 5], [3, 5], [4, 4]]
@@ -35,25 +35,28 @@ def test_after_two_failures_right_after_the_load_an_older_state_is_loaded(job: J
     assert "going on from an older state: step=4 bad=5" in said
 
 
-@pytest.mark.parametrize("kept", ["1GiB", pytest.param("off", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kept", ["1GiB", "off"])
 def test_a_state_that_the_script_refuses_is_not_a_bad_one(job: Job, kept: str) -> None:
     """What the agent saw as chosen is withdrawn: of another state the script would say the same."""
-    agent = job.start("a", TORCH_PRELOADED, f"--memory-checkpoints={kept}", script=(REFUSING, job.folder))
-    assert agent.exit_code() == ExitCode.CRASH_LOOP, agent.text
+    agent = job.start(
+        "a", CHECKPOINTER_PRELOADED, f"--memory-checkpoints={kept}", script=(REFUSING, job.folder)
+    )
+    assert agent.exit_code() == ExitCode.CRASH_LOOP
     assert (job.folder / "started").read_text().splitlines() == [""] * 5
-    assert "made for another width" in agent.text
-    assert "does not load the state of" not in agent.text
+    assert agent.says("made for another width")
+    assert not agent.says("does not load the state of")
 
 
-@pytest.mark.parametrize("when", ["load", "save"])
+@pytest.mark.parametrize("when", ["load", pytest.param("save", marks=pytest.mark.long)])
 def test_a_directory_of_another_run_ends_the_job_at_once(job: Job, when: str) -> None:
     directory = job.folder / "checkpoints"
     holder = CheckpointFiles(directory, keep=1, run=Run("other"))
     if when == "load":
         holder.claim.take(0)
-    agent = job.start("a", TORCH_PRELOADED, "--nproc-per-node=2", script=(REPLACED, job.folder, when))
-    assert agent.exit_code() == ExitCode.FAILED, agent.text
+    agent = job.start("a", CHECKPOINTER_PRELOADED, "--nproc-per-node=2", script=(REPLACED, job.folder, when))
+    assert agent.exit_code() == ExitCode.FAILED
     for rank in (0, 1):
         assert (job.folder / f"started-{rank}").read_text().splitlines() == [when]
-    assert "no restart helps" in agent.text
+    assert agent.says("no restart helps")
     assert "give it a directory of its own" in agent.text or "give each a directory of its own" in agent.text

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
+from tests.waiting import wait_for
 
 from .harness import ORPHANS_S, RECORDER, Agent, Job
 from .pools import Pool
@@ -42,10 +42,12 @@ def cgroup() -> Iterator[Path]:
     yield cgroup
     with contextlib.suppress(OSError):
         (cgroup / "cgroup.kill").write_text("1")
-    deadline = time.monotonic() + ORPHANS_S
-    while cgroup.exists() and time.monotonic() < deadline:
+
+    def is_gone() -> bool:
         remove_cgroup(cgroup)
-        time.sleep(0.01)
+        return not cgroup.exists()
+
+    wait_for(is_gone, f"{cgroup} to be empty", ORPHANS_S)
 
 
 @pytest.fixture
@@ -120,6 +122,7 @@ def test_no_process_escapes_the_guard_of_a_killed_agent(job: Job, delegated: Pat
     assert str(pid) in logged[1].split()
 
 
+@pytest.mark.long
 def test_an_agent_that_ends_takes_everything_along_and_removes_its_cgroups(job: Job, delegated: Path) -> None:
     agent = start_in(delegated, job, script=(RECORDER, f"--child={escape(job.folder)}"))
     job.wait_for_training(world=1)
@@ -130,6 +133,7 @@ def test_an_agent_that_ends_takes_everything_along_and_removes_its_cgroups(job: 
     assert below(delegated) == []
 
 
+@pytest.mark.long
 def test_a_cgroup_that_was_not_delegated_to_the_agent_is_left_alone(job: Job, cgroup: Path) -> None:
     """Root can write there, too, which does not make it root's agent's."""
     start_in(cgroup, job)
@@ -138,6 +142,7 @@ def test_a_cgroup_that_was_not_delegated_to_the_agent_is_left_alone(job: Job, cg
     assert str(training.pid(0)) in (cgroup / "cgroup.procs").read_text().split()
 
 
+@pytest.mark.long
 def test_a_cgroup_that_cannot_be_divided_is_said_and_training_goes_on(job: Job, delegated: Path) -> None:
     (delegated / "cgroup.max.descendants").write_text("0")
     agent = start_in(delegated, job)
@@ -155,6 +160,7 @@ def test_a_worker_that_cannot_be_held_is_not_started(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.long
 def test_a_job_is_held_in_a_cgroup_of_its_own_below_the_daemons(pool: Pool, delegated: Path) -> None:
     pool.job.wait_for_text(pool.daemon("a", enter=entering(delegated)), "idle: waiting for a job")
     """Which ends with the job's agent, while the daemon lives on."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import skip_without
 from tests.nvml_library import FakeLibrary
 
 from .harness import Job
-from .needs import skip_without
 
 ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
 
@@ -34,6 +34,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
+@pytest.mark.long
 def test_a_node_with_a_full_disk_joins_when_there_is_room(job: Job, in_etcd: None, full: Path) -> None:
     two = ("--min-nodes=1", "--max-nodes=2", "--check=fail")
     job.join("a", *two)
@@ -57,6 +58,7 @@ def test_a_node_with_a_full_disk_joins_when_there_is_room(job: Job, in_etcd: Non
     job.wait_for_training(2, after=1)
 
 
+@pytest.mark.long
 def test_a_driver_that_hangs_holds_up_nothing_and_its_probe_ends_with_the_agent(
     job: Job, tmp_path: Path
 ) -> None:

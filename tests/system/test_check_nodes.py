@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from elastic_agent.agent.common.exits import ExitCode
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 from tests.names import PEER_CHECKS
+from tests.waiting import wait_for
 
 from .networks import DROP, Network, network
 
@@ -150,14 +150,17 @@ def test_a_slow_node_is_named(net: Network, store: EtcdCluster, tmp_path: Path) 
 
 def wait_for_stage(nodes: Sequence[Checking]) -> str:
     """The name of the node with rank 0, once the nodes try each other."""
-    until = time.monotonic() + 60.0
-    while time.monotonic() < until:
+
+    def first() -> Checking | None:
         for node in nodes:
             if "tries to reach" in node.said:
-                return node.name
+                return node
             assert node.process.poll() is None, node.said
-        time.sleep(0.02)
-    raise AssertionError([node.said for node in nodes])
+        return None
+
+    found = wait_for(first, "the nodes to try each other", 60.0, seen=lambda: [node.said for node in nodes])
+    assert found is not None
+    return found.name
 
 
 def found(report: dict[str, object]) -> list[dict[str, object]]:
@@ -166,6 +169,7 @@ def found(report: dict[str, object]) -> list[dict[str, object]]:
     return findings
 
 
+@pytest.mark.long
 def test_two_nodes_on_this_machine_reduce_in_the_store_that_one_hosts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from tests.dashboard import PROMETHEUS, RULES, Question, questions
 from tests.prometheus_server import Prometheus, prometheus
+from tests.waiting import wait_for
 
 from .harness import RECORDER, Agent, Job
 
@@ -51,6 +53,7 @@ def watched(job: Job) -> Iterator[tuple[list[Agent], Prometheus]]:
         yield agents, server
 
 
+@pytest.mark.long
 def test_a_kill_and_a_lost_node_are_on_the_dashboard(
     job: Job, watched: tuple[list[Agent], Prometheus]
 ) -> None:
@@ -87,10 +90,8 @@ def test_a_kill_and_a_lost_node_are_on_the_dashboard(
         "Restarts left": {"": 4},
         "Worker exits": {"b killed": 1},
     }.items():
-        deadline = time.monotonic() + ANSWERED_S
-        while shown(panel) != truth and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert (panel, shown(panel)) == (panel, truth)
+        show = functools.partial(shown, panel)
+        wait_for(lambda: show() == truth, f"{panel} to be {truth}", ANSWERED_S, seen=show)  # noqa: B023
     job.wait_for(lambda: shown("Recovery time by kind").keys() == {"process", "node"}, "both recoveries")
     job.wait_for(lambda: shown("Lost steps")[""] > 0, "the steps lost with them")
     assert 0 < shown("Goodput")[""] < 1

@@ -33,17 +33,19 @@ def end(directory: Path, steps: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_power_sgd_ends_as_if_it_had_not_been_disturbed(job: Job, worlds: Worlds, tmp_path: Path) -> None:
     steps = 65
-    run = CompressedRun(job, "disturbed", 1, steps, RANK_1_DIES_AFTER="27", MEMORY_EVERY="4", STEP_S="0.03")
+    how = {"RANK_1_DIES_AFTER": "27", "MEMORY_EVERY": "4", "STEP_S": "0.03", "HOLD_EVERY": "30"}
+    run = CompressedRun(job, "disturbed", 1, steps, **how)
     job.wait_for(lambda: run.newest(2) > 26, "steps after the kill")
     assert run.begun(2) == 24
     (first,) = run.agents
     first.signal(signal.SIGTERM)
     assert first.exit_code() == 143
-    last = run.newest(2) + 1
-    assert last < steps
+    last = run.last(2)
+    run.go()
     run.agents = [run.start("again")]
     args = [
         {**one, "steps": steps} for one in in_directories(tmp_path / "undisturbed", tmp_path / "undisturbed")
@@ -71,8 +73,8 @@ def test_each_rank_gets_its_own_wherever_the_file_is(worlds: Worlds, tmp_path: P
         assert [(one["step"], one["of"], one["length"]) for one in answers] == [(6, 0, 6), (6, 1, 16)]
 
 
-@pytest.mark.parametrize("remembers", [False, True])
-@pytest.mark.parametrize("lost", [(), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("remembers", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("lost", [*(pytest.param(lost, marks=pytest.mark.long) for lost in ((), (0,))), (1,)])
 def test_each_rank_gets_its_own_from_memory_also_of_a_node_that_was_lost(
     worlds: Worlds, tmp_path: Path, lost: tuple[int, ...], remembers: bool
 ) -> None:
@@ -89,6 +91,7 @@ def test_each_rank_gets_its_own_from_memory_also_of_a_node_that_was_lost(
     assert [(one["step"], one["of"], one["length"]) for one in answers] == [(5, 0, 5), (5, 1, 15)]
 
 
+@pytest.mark.long
 def test_what_is_damaged_gives_way_to_the_older_one_of_all_ranks(worlds: Worlds, tmp_path: Path) -> None:
     saved_own(worlds, tmp_path, 5, 6)
     spoil(tmp_path, 6)
@@ -96,7 +99,7 @@ def test_what_is_damaged_gives_way_to_the_older_one_of_all_ranks(worlds: Worlds,
     assert [(one["step"], one["of"], one["length"]) for one in answers] == [(5, 0, 5), (5, 1, 15)]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_world_of_another_size_is_refused_on_all_ranks_unless_there_is_a_rule(
     worlds: Worlds, tmp_path: Path, ranks: int
 ) -> None:
@@ -111,7 +114,7 @@ def test_a_world_of_another_size_is_refused_on_all_ranks_unless_there_is_a_rule(
     assert [(one["of"], one["length"]) for one in answers] == [([rank, ranks], 20) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("remembers", [False, True])
+@pytest.mark.parametrize("remembers", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nothing_is_lost_or_doubled_where_the_world_grows_and_shrinks(
     worlds: Worlds, tmp_path: Path, remembers: bool
 ) -> None:
@@ -127,6 +130,7 @@ def test_nothing_is_lost_or_doubled_where_the_world_grows_and_shrinks(
     assert owned == [[step, rank] for step, ranks in enumerate((2, 3, 2, 1, 2), 1) for rank in range(ranks)]
 
 
+@pytest.mark.long
 def test_a_rule_that_breaks_on_one_rank_stops_all(worlds: Worlds, tmp_path: Path) -> None:
     saved_own(worlds, tmp_path, 5)
     args = [{**one, "rule": "breaks"} for one in in_directories(*[tmp_path] * 3)]
@@ -135,6 +139,7 @@ def test_a_rule_that_breaks_on_one_rank_stops_all(worlds: Worlds, tmp_path: Path
     assert all("the rule of 'own' in per_rank cannot reshape" in answer["text"] for answer in answers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
@@ -154,6 +159,7 @@ def test_other_declarations_are_refused(
     assert all(text in answer["text"] for answer in answers)
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_ranks_own_states_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
     """As one that was saved before the script had such a part, or by an older version."""
     args = [{**one, "steps": [5], "declares": False} for one in in_directories(tmp_path, tmp_path)]
@@ -163,6 +169,7 @@ def test_a_checkpoint_without_ranks_own_states_is_refused_by_name(worlds: Worlds
     assert all("holds of each rank [], this script declares ['own']" in answer["text"] for answer in answers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("of_rank_1", "raised", "text"),
     [
@@ -181,6 +188,7 @@ def test_what_one_rank_cannot_save_is_refused_on_all(
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_memory", [(), (0,), (1,)], ids=str)
 def test_ranks_remember_together_also_where_a_node_has_no_memory(
     worlds: Worlds, tmp_path: Path, with_memory: tuple[int, ...]

@@ -61,7 +61,7 @@ def etcd3(cluster: EtcdCluster) -> Iterator[EtcdCluster]:
     ("which", "how"),
     [
         ("leader", "kill"),
-        ("connected", "freeze"),
+        pytest.param("connected", "freeze", marks=pytest.mark.long),
         pytest.param("connected", "kill", marks=pytest.mark.long),
         pytest.param("leader", "freeze", marks=pytest.mark.long),
     ],
@@ -174,6 +174,7 @@ def processor_s(agent: Agent) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
+@pytest.mark.long
 def test_an_agent_that_stands_still_for_just_its_lease_leaves_one_world_behind(
     job: Job, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -188,11 +189,12 @@ def test_an_agent_that_stands_still_for_just_its_lease_leaves_one_world_behind(
 # --- Two members, and the grace
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "place", "whole_s"),
     [
         pytest.param(signal.SIGKILL, -1, 15.0, id="the last member is killed"),
-        pytest.param(signal.SIGSTOP, 0, 8.0, id="the first member is silent", marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, 0, 8.0, id="the first member is silent"),
     ],
 )
 def test_a_whole_world_goes_on_without_a_store_until_one_member_is_lost(
@@ -214,6 +216,7 @@ def test_a_whole_world_goes_on_without_a_store_until_one_member_is_lost(
     assert job.wait_for_convergence(*live).number > old.number
 
 
+@pytest.mark.long
 def test_who_alone_has_lost_the_store_stops_although_a_whole_world_may_go_on(
     job: Job, etcd3: EtcdCluster, note_gap: NoteGap
 ) -> None:

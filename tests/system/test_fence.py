@@ -16,7 +16,7 @@ from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 from tests.etcd_servers import EtcdCluster
 
-from .harness import Job
+from .harness import CHECKPOINTER_PRELOADED, Job
 from .processes import family
 
 SCRIPT = Path(__file__).with_name("stalling_saver.py")
@@ -53,7 +53,7 @@ class Past:
 
 def freeze_rank_0_in_a_save(job: Job, where: str) -> Past:
     # With no restart to spare: what the past does when it wakes must not count as a failure of the present.
-    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0")
+    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0", CHECKPOINTER_PRELOADED)
     agents = {name: job.join(name, *options, script=(SCRIPT, job.folder, where)) for name in ("a", "b")}
     two = job.wait_for_training(world=2)
     (job.folder / "stall").touch()
@@ -96,6 +96,7 @@ def test_a_node_that_wakes_when_others_went_on_cannot_commit(job: Job) -> None:
     expect_the_past_to_rejoin_and_the_job_to_end_well(job, past)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("on_etcd")
 def test_a_grant_from_before_the_freeze_is_worth_nothing_after_it(job: Job) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from .fork_server import ForkedProcess
 from .harness import RECORDER, Agent, Job
+from .networks import network
 
 COLD = ("env",)
 """Words before its command: they bring it nowhere, but the harness does not fork what has any."""
@@ -54,7 +55,11 @@ def facts_of(job: Job, agent: Agent) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--rdzv-endpoint=127.0.0.1:0", "--nnodes=1")], ids=["alone", "host"]
+    "options",
+    [
+        pytest.param((), id="alone", marks=pytest.mark.long),
+        pytest.param(("--rdzv-endpoint=127.0.0.1:0", "--nnodes=1"), id="host"),
+    ],
 )
 def test_the_kernel_shows_the_same_of_both(job: Job, second_job: Job, options: tuple[str, ...]) -> None:
     forked = start(job, *options, script=(RECORDER,))
@@ -68,6 +73,7 @@ def test_the_kernel_shows_the_same_of_both(job: Job, second_job: Job, options: t
         assert agent.exit_code() == 143
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 3", 3)])
 def test_it_ends_with_the_same_code(job: Job, command: str, code: int) -> None:
     codes = {
@@ -90,6 +96,22 @@ def test_workers_have_the_same_environment(job: Job) -> None:
     assert forked == cold
 
 
+def test_one_on_a_host_with_a_network_of_its_own_is_there(job: Job) -> None:
+    look = "ls /sys/class/net; readlink /proc/$PPID/ns/net; grep sysfs /proc/self/mounts"
+    seen = []
+    with network("a") as net:
+        for enter in ((), COLD):
+            file = job.folder / f"of-{len(seen)}"
+            words = (*SHELL, f"({look}) > {file}")
+            agent = job.start("a", f"--log-dir={job.folder}", enter=(*enter, *net["a"].enter), script=words)
+            assert isinstance(agent.process, ForkedProcess) == (not enter)
+            assert agent.exit_code() == 0
+            seen.append(file.read_text())
+    assert seen[0] == seen[1]
+    assert "eth0" in seen[0]
+
+
+@pytest.mark.long
 def test_a_killed_one_is_reported_as_killed(job: Job) -> None:
     agent = start(job, script=(RECORDER,))
     job.wait_for_training(world=1)

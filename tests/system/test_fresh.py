@@ -10,10 +10,10 @@ import gzip
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ import pytest
 from elastic_agent.agent.workers.processes.helper import tied
 from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from tests.spare_keeper import SpareKeeper, adopting
+from tests.waiting import wait_for
 
 PATIENCE_S = 60.0
 
@@ -98,11 +99,14 @@ class Bench:
     def _signal(self, case: Case, pid: int) -> None:
         if case.signal is None:
             return
-        deadline = time.monotonic() + PATIENCE_S
-        while "ready\n" not in Path("out").read_text():
-            assert time.monotonic() < deadline, "the script never said that it is ready for the signal"
-            time.sleep(0.005)
-        os.kill(pid, case.signal)
+        wait_for(
+            lambda: "ready\n" in Path("out").read_text(), "the script to be ready for the signal", PATIENCE_S
+        )
+        with open(os.pidfd_open(pid), "rb", buffering=0) as ended:
+            os.kill(pid, case.signal)
+            # Python that was about to sleep just then heeds it when another one wakes it, or after that.
+            while not select.select([ended], [], [], 3.0)[0]:
+                os.kill(pid, case.signal)
 
     def _outcome(self, code: int) -> Outcome:
         out, err = (re.sub(r"0x[0-9a-f]+", "0x..", Path(name).read_text()) for name in ("out", "err"))
@@ -329,6 +333,21 @@ LIGHT = (
     ),
 )
 
+SELDOM = (
+    *("what proc tells, and the environment", "exit with a code", "at exit", "hash seed", "pickles of main"),
+    *("streams", "error from another", "exit with words", "termination", "hook", "syntax error", "missing"),
+    *(
+        "package",
+        "run-path",
+        "own module of another name",
+        "language",
+        "threads",
+        "warnings",
+        "threads and loops",
+    ),
+)
+"""Other cases of what the rest shows."""
+
 TRAINING = Case(
     "training",
     """
@@ -365,7 +384,13 @@ def compare(bench: Bench, case: Case, caplog: pytest.LogCaptureFixture) -> None:
     assert ("is no fork" in caplog.text) == case.starts_cold, caplog.text
 
 
-@pytest.mark.parametrize("case", LIGHT, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.long if case.name in SELDOM else ())
+        for case in LIGHT
+    ],
+)
 def test_a_fork_behaves_as_a_fresh_process(
     folder: Path, keeper: Callable[..., Keeper], case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -380,12 +405,14 @@ def test_a_fork_behaves_as_a_fresh_process(
     compare(Bench(folder, keeper(*modules)), case, caplog)
 
 
+@pytest.mark.long
 def test_a_fork_that_has_torch_trains_as_a_fresh_process(
     folder: Path, keeper: Callable[..., Keeper], caplog: pytest.LogCaptureFixture
 ) -> None:
     compare(Bench(folder, keeper("default")), TRAINING, caplog)
 
 
+@pytest.mark.long
 def test_a_crash_says_where_it_was(folder: Path, keeper: Callable[..., Keeper]) -> None:
     case = Case("crash", "import ctypes\nctypes.string_at(0)", variables={"PYTHONFAULTHANDLER": "1"})
     outcome = Bench(folder, keeper("numpy")).warm(case)
@@ -410,6 +437,7 @@ def test_what_is_drawn_by_lot_differs_between_two_forks(folder: Path, keeper: Ca
     assert [number for number, pair in enumerate(zip(first, second, strict=True)) if pair[0] == pair[1]] == []
 
 
+@pytest.mark.long
 def test_what_a_preloaded_library_does_at_the_end_is_done(
     folder: Path, keeper: Callable[..., Keeper]
 ) -> None:
@@ -440,6 +468,7 @@ if sys.argv[1:]: sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.long
 def test_what_a_script_leaves_open_is_written_whole(folder: Path, keeper: Callable[..., Keeper]) -> None:
     """Its globals go before those of the preloaded libraries, which finish these files."""
     bench, left = Bench(folder, keeper("gzip", "zipfile")), (folder / "left.gz", folder / "left.zip")

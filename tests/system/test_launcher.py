@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.launcher import LaunchConfig, LaunchError, elastic_launch
+from tests.waiting import wait_for
 
 from .harness import NO_MORE_TORCH_THAN_NEEDED
 
@@ -49,6 +49,7 @@ def test_each_ranks_result_comes_back() -> None:
     assert elastic_launch(TWO, square)(5) == {rank: {"rank": rank, "square": 25} for rank in (0, 1)}
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_started_again() -> None:
     def killed_once() -> str:
         generation = os.environ["ELASTIC_AGENT_GENERATION"]
@@ -69,11 +70,13 @@ def test_the_first_failure_is_raised_with_its_traceback() -> None:
     assert "in divide" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(LaunchError, match="the result of rank 0, a generator, cannot be sent back"):
         elastic_launch(LaunchConfig(max_restarts=0, options=COLD), lambda: (n for n in ()))()
 
 
+@pytest.mark.long
 def test_a_program_gives_no_results() -> None:
     assert elastic_launch(LaunchConfig(options=COLD), "true")() == {}
 
@@ -92,10 +95,7 @@ def test_a_signal_for_the_launching_process_stops_the_job(
     program = tmp_path / "program.py"
     program.write_text(ENDLESS)
     with subprocess.Popen([sys.executable, str(program), str(tmp_path)]) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        begun = tmp_path / "begun"
+        wait_for(lambda: process.poll() is not None or begun.exists(), "the worker to begin", 60)
         process.send_signal(number)
         assert process.wait(60) == code

@@ -45,7 +45,7 @@ def test_a_browser_draws_a_job_that_fails_and_goes_on(job: Job) -> None:
     program = find_chromium()
     if program is None:
         pytest.skip(LACKING)
-    agent = job.start("a", "--nproc-per-node=2", "--preload=default", script=(script(job, FAILS_ONCE),))
+    agent = job.start("a", "--nproc-per-node=2", "--preload=json", script=(script(job, FAILS_ONCE),))
     with browsing(program) as browser:
         job.wait_for(lambda: agent.says("at http://"), "it serves its pages")
         browser.look(1280, 900)
@@ -94,6 +94,7 @@ def test_what_is_served_is_in_the_file(job: Job) -> None:
     assert [event.generation for event in worlds] == [1, 2]
 
 
+@pytest.mark.long
 def test_without_a_directory_for_files_events_are_served_all_the_same(job: Job) -> None:
     agent = job.start("a", "--log-dir=/dev/null")
     job.wait_for_training(world=1)

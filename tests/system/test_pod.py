@@ -116,9 +116,10 @@ def test_two_pods_meet_in_an_etcd_behind_tls_and_end_with_success(
     assert sorted(generation.nodes) == [agent.name for agent in agents]
     assert {record["rank"] for record in job.history(what="end")} == {0, 1}
     for agent in agents:
-        assert not agent.says("Read-only|Permission denied|warning:"), agent.text
+        assert not agent.says("Read-only|Permission denied|warning:")
 
 
+@pytest.mark.long
 def test_the_pods_of_a_pool_run_what_is_submitted_in_one_of_them(
     job: Job, net: Network, tmp_path: Path
 ) -> None:
@@ -137,15 +138,16 @@ def test_the_pods_of_a_pool_run_what_is_submitted_in_one_of_them(
             job.wait_for(lambda: pods.probe(index, "readinessProbe") == 200, f"pod {index} to be ready")  # noqa: B023
         script = f"{TREE}/tests/system/recorder.py"
         submit = pods.start(0, "submit", "--min-nodes=2", "--", script, "--steps=20")
-        assert submit.exit_code() == 0, submit.text
+        assert submit.exit_code() == 0
         wait = pods.start(1, "wait", submit.text.split()[-1])
-        assert wait.exit_code() == 0, wait.text
+        assert wait.exit_code() == 0
         assert {record["rank"] for record in job.history(what="end")} == {0, 1}
         assert [pods.probe(index, "livenessProbe") for index in (0, 1)] == [200, 200]
         for daemon in daemons:
-            assert not daemon.says("Read-only|Permission denied|warning:"), daemon.text
+            assert not daemon.says("Read-only|Permission denied|warning:")
 
 
+@pytest.mark.long
 def test_pods_wait_for_the_first_of_them_say_how_they_are_and_end_as_asked(job: Job, net: Network) -> None:
     pods = Pods(job, net, {}, {}, "--exit-0-on-sigterm")
     early = pods.start(1)

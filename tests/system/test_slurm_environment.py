@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.system.harness import Job
 from tests.system.processes import port_for_a_store, processes_of
 
@@ -60,7 +62,7 @@ def test_a_schedulers_sigterm_to_all_processes_is_one_planned_leave(job: Job) ->
     assert agent.exit_code() == 143
     (drained,) = job.history(what="drained")
     assert drained["step"] == job.history(what="step")[-1]["step"]
-    assert "killed by" not in agent.text
+    assert not agent.says("killed by")
 
 
 def test_two_tasks_of_srun_meet_and_leave_after_a_warning(job: Job) -> None:
@@ -83,6 +85,7 @@ def test_two_tasks_of_srun_meet_and_leave_after_a_warning(job: Job) -> None:
     assert [agent.exit_code() for agent in agents] == [80, 80]
 
 
+@pytest.mark.long
 def test_a_job_leaves_before_its_time_is_over(job: Job) -> None:
     script = job.folder / "train.py"
     script.write_text(STEPS)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from .harness import RECORDER, Agent, Job
+from .harness import ORPHANS_S, RECORDER, Agent, Job
 from .processes import Process, family
 
 WARM = "--preload=json"
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
-NOTHING_LEFT_S = 1.0
 
 
 def preloaded(job: Job, agent: Agent) -> Process:
@@ -60,8 +58,8 @@ def test_eight_workers_come_from_spares_and_so_do_those_after_them(job: Job) -> 
     ("faults", "code", "says"),
     [
         (["*:0:3:raise"], 1, r"rank 0 failed: exit code 1: RuntimeError: planned by the test"),
-        (["*:1:3:segv"], 1, r"rank 1 failed: killed by SIGSEGV"),
-        (["*:0:3:0", "*:1:3:0"], 0, r"2 workers here ended with success"),
+        pytest.param(["*:1:3:segv"], 1, r"rank 1 failed: killed by SIGSEGV", marks=pytest.mark.long),
+        pytest.param(["*:0:3:0", "*:1:3:0"], 0, r"2 workers here ended with success", marks=pytest.mark.long),
     ],
 )
 def test_how_a_worker_ends_is_reported_the_same_way(
@@ -87,6 +85,7 @@ def test_workers_outlive_the_fork_server_and_start_cold_until_there_is_another(j
     assert preloaded(job, agent).pid != first
 
 
+@pytest.mark.long
 def test_a_fork_server_that_stands_still_is_waited_for_only_so_long(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     old = job.wait_for_training(world=2)
@@ -102,15 +101,14 @@ def test_a_fork_server_that_stands_still_is_waited_for_only_so_long(job: Job) ->
     from_spares(job, agent, 3, 2)
 
 
-def test_after_sigkill_of_the_agent_nothing_is_left_within_a_second(job: Job) -> None:
+@pytest.mark.long
+def test_after_sigkill_of_the_agent_nothing_is_left(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     job.wait_for_training(world=2)
     everyone = 1 + 2 + 3  # workers, fork server, store server and guard
     job.wait_for(lambda: len(family(agent.pid)) >= everyone, "all that an agent starts")
     agent.signal(signal.SIGKILL)
-    killed_at = time.monotonic()
-    job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", NOTHING_LEFT_S)
-    assert time.monotonic() - killed_at < NOTHING_LEFT_S
+    job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", ORPHANS_S)
 
 
 def test_an_agent_that_is_asked_to_stop_leaves_nothing_and_waits_for_nothing(job: Job) -> None:
@@ -136,7 +134,7 @@ def test_what_a_forked_worker_leaves_behind_is_gone_before_the_next_generation(j
 
 def test_a_training_with_ddp_comes_back_from_spares_that_have_torch(job: Job) -> None:
     """With what is preloaded by default. A cold start without need is logged."""
-    script = (PLAIN_DDP, job.folder / "checkpoint.pt", "400", "0.01")
+    script = (PLAIN_DDP, job.folder / "checkpoint.pt", "1000000", "0.01")
     environment = {"GLOO_SOCKET_IFNAME": "lo"}
     agent = job.start("a", "--preload=default", "--nproc-per-node=2", script=script, environment=environment)
     job.wait_for_text(agent, r"restart 0 step \d+")
@@ -150,6 +148,7 @@ def test_a_training_with_ddp_comes_back_from_spares_that_have_torch(job: Job) ->
     agent.exit_code()
 
 
+@pytest.mark.long
 def test_a_command_that_is_no_python_starts_as_ever(job: Job) -> None:
     agent = job.start("a", WARM, "--no-python", script=("python3", RECORDER, "--steps=3"))
     assert agent.exit_code() == 0

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.pool.standby import TAKEN_WITHIN_S
+from tests.waiting import wait_for
 
 PATIENCE_S = 60.0
 
@@ -54,11 +55,7 @@ class Node:
         self.daemon.wait(PATIENCE_S)
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := condition()):
-            assert time.monotonic() < deadline, f"no {what}:\n{self.log.read_text()}"
-            time.sleep(0.02)
-        return found
+        return wait_for(condition, what, PATIENCE_S, seen=self.log.read_text)
 
     def standby(self, *others: int) -> int:
         """The process that waits now, but none of these; it has preloaded what it is to."""
@@ -155,7 +152,9 @@ def test_it_becomes_the_agent_of_a_job_and_another_one_takes_its_place(node: Nod
     assert "OF_JOB" not in start["env"]
 
 
-@pytest.mark.parametrize("option", ["--env=PYTHONPATH=/nowhere", "--env=LD_PRELOAD="])
+@pytest.mark.parametrize(
+    "option", ["--env=PYTHONPATH=/nowhere", pytest.param("--env=LD_PRELOAD=", marks=pytest.mark.long)]
+)
 def test_a_job_for_which_python_would_have_started_otherwise_starts_cold(node: Node, option: str) -> None:
     standby = node.standby()
     (start,), printed = node.run(option)
@@ -166,6 +165,7 @@ def test_a_job_for_which_python_would_have_started_otherwise_starts_cold(node: N
     assert node.standby() == standby, "it waits for another job"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -182,6 +182,7 @@ def test_a_job_with_a_preload_of_its_own_preloads_again(
     assert f"what was preloaded before the job came is not used: {why}" in printed
 
 
+@pytest.mark.long
 def test_it_ends_with_a_daemon_that_is_killed(node: Node) -> None:
     standby = node.standby()
     all_of_it = [standby, *descendants(standby)]
@@ -190,6 +191,7 @@ def test_it_ends_with_a_daemon_that_is_killed(node: Node) -> None:
     node.wait_for(lambda: gone(all_of_it), "end of the standby and of what it has preloaded")
 
 
+@pytest.mark.long
 def test_one_that_dies_is_replaced(node: Node) -> None:
     standby = node.standby()
     os.kill(standby, signal.SIGKILL)
@@ -199,6 +201,7 @@ def test_one_that_dies_is_replaced(node: Node) -> None:
     assert node.standby(standby) != standby
 
 
+@pytest.mark.long
 def test_one_that_does_not_take_the_job_is_ended_and_the_job_starts_cold_and_once(node: Node) -> None:
     standby = node.standby()
     os.kill(standby, signal.SIGSTOP)
@@ -210,6 +213,7 @@ def test_one_that_does_not_take_the_job_is_ended_and_the_job_starts_cold_and_onc
     assert "the process that waits for the next job is gone: it has not taken its job" in node.log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("node", [("--preload=none",)], indirect=True)
 def test_a_daemon_that_preloads_nothing_has_none(node: Node) -> None:
     node.wait_for(lambda: "idle: waiting for a job" in node.log.read_text(), "node in the pool")

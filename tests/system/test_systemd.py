@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_for
+
 from .containers import REPOSITORY, Container, container
 from .harness import PATIENCE_S
 
@@ -115,12 +117,7 @@ class Service:
         return self.machine.processes(USER)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"waited for {what}; the status is {self['StatusText']!r}\n{self.log()}"
-            )
-            time.sleep(0.05)
+        wait_for(condition, what, PATIENCE_S, seen=lambda: f"the status: {self['StatusText']}\n{self.log()}")
 
     def train(self) -> None:
         """Until its workers have written what they see."""
@@ -187,6 +184,7 @@ def test_a_start_is_done_when_the_agent_is_up_and_a_stop_lets_the_workers_save(s
     assert service.machine.run("test", "-e", memory, check=False).returncode == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "said"),
     [
@@ -218,6 +216,7 @@ def test_a_bad_configuration_fails_the_start_at_once_and_is_not_tried_again(serv
     service.machine.run("systemctl", "reset-failed", service.unit)
 
 
+@pytest.mark.long
 def test_credentials_are_lent_by_systemd_and_a_store_that_is_away_kills_no_start(service: Service) -> None:
     machine = service.machine
     password = "kept-by-root"

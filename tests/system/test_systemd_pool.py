@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_for
+
 from .containers import REPOSITORY, Container, container
 from .harness import PATIENCE_S
 
@@ -63,11 +65,8 @@ class Pool:
         return {one["job"]: one["state"] for one in jobs}
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            log = self.machine.run("journalctl", "--no-pager", f"--unit={UNIT}").stdout
-            assert time.monotonic() < deadline, f"waited for {what}\n{log}"
-            time.sleep(0.1)
+        journal = ("journalctl", "--no-pager", f"--unit={UNIT}")
+        wait_for(condition, what, PATIENCE_S, seen=lambda: self.machine.run(*journal).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +88,7 @@ def pool(machine: Container) -> Iterator[Pool]:
     assert machine.processes(USER) == {}
 
 
+@pytest.mark.long
 def test_what_is_submitted_runs_and_a_killed_daemon_comes_back_with_its_queue(pool: Pool) -> None:
     pool.configure()
     pool.machine.run("systemctl", "start", UNIT)
@@ -113,6 +113,7 @@ def test_what_is_submitted_runs_and_a_killed_daemon_comes_back_with_its_queue(po
     assert pool.command("wait", waiting).returncode == 0
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_is_waited_for(pool: Pool) -> None:
     pool.configure('rdzv-endpoint = "etcd://127.0.0.1:9"')
     pool.machine.run("systemctl", "restart", UNIT)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import TypeVar
 import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster
+from tests.waiting import wait_for
 
-from .harness import Agent
+from .harness import Agent, in_order_of_time
 from .processes import MARKER, Process, processes_of
 
 PATIENCE_S = 90.0
@@ -97,11 +97,7 @@ class Torchruns:
         return node
 
     def wait_for(self, condition: Callable[[], T], what: str) -> T:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (value := condition()):
-            assert time.monotonic() < deadline, f"waited for {what}"
-            time.sleep(0.05)
-        return value
+        return wait_for(condition, what, PATIENCE_S)
 
     def processes(self, node: str | None = None) -> list[Process]:
         found = processes_of(self.id)
@@ -121,7 +117,7 @@ class Torchruns:
             os.kill(process.pid, signal.SIGKILL)
         for node in self.nodes.values():
             node.process.wait()
-            print(f"---------------- {node.name} (exit code {node.process.returncode})\n{node.text}")
+        print(in_order_of_time(node.text for node in self.nodes.values()))
 
 
 @pytest.fixture
@@ -137,6 +133,7 @@ def job(etcd: EtcdCluster, tmp_path: Path) -> Iterator[Torchruns]:
     job.close()
 
 
+@pytest.mark.long
 def test_nodes_join_in_either_order_of_their_addresses_and_the_first_may_be_lost(job: Torchruns) -> None:
     """torchrun orders nodes by address. One that joins in front of the others, or behind, changes or keeps rank 0."""
     options = {"max_restarts": 9}  # a worker whose collective breaks has failed, whoever broke it
@@ -170,6 +167,7 @@ def test_workers_in_no_collective_start_again_when_another_node_is_lost(job: Tor
     assert job.exit_codes() == {0}
 
 
+@pytest.mark.long
 def test_a_failed_worker_restarts_all_nodes_until_no_restart_is_left_and_that_ends_the_job(
     job: Torchruns,
 ) -> None:
@@ -182,6 +180,7 @@ def test_a_failed_worker_restarts_all_nodes_until_no_restart_is_left_and_that_en
     assert job.nodes["a"].says("torchrun on node .* gave up")
 
 
+@pytest.mark.long
 def test_training_goes_on_through_an_outage_of_etcd_and_again_after_a_long_one(
     job: Torchruns, etcd: EtcdCluster
 ) -> None:

@@ -14,7 +14,7 @@ from .harness import TORCH_PRELOADED, Job
 from .processes import Process, port_for_a_store
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
-KILLED = Path(__file__).with_name("killed_in_tutorial.py")
+KILLED = Path(__file__).with_name("killed_in_example.py")
 ON_GPUS = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
 WITHIN_S = 150.0
 
@@ -34,6 +34,7 @@ def started(job: Job, generation: int) -> list[Process]:
     return processes
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_script_that_starts_its_own_ranks_is_ended_whole_and_started_again(job: Job) -> None:
     """First one of its ranks is killed, then the worker itself, which leaves its ranks behind."""
@@ -54,6 +55,7 @@ def test_a_script_that_starts_its_own_ranks_is_ended_whole_and_started_again(job
     assert ("a", 3) in job.watcher.seen
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_one_rank_survives_a_kill_at_every_place(job: Job) -> None:
     file = job.folder / "model.checkpoint"
@@ -74,6 +76,7 @@ def test_a_checkpoint_of_one_rank_survives_a_kill_at_every_place(job: Job) -> No
     assert not file.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [

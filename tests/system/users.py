@@ -23,7 +23,8 @@ class User:
         """Short: a UNIX socket's path is. It shows this user no jobs of other tests."""
         path = os.pathsep.join((str(installed.bin), os.environ["PATH"]))
         mine = {"PATH": path, "TMPDIR": str(self._temporary), MARKER: job.id}
-        self.environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | mine
+        ours = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
+        self.environment = {name: text for name, text in os.environ.items() if name not in ours} | mine
 
     def starts(self, line: str) -> Agent:
         """What this starts, which goes on while the user does something else."""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +19,9 @@ from elastic_agent.agent.workers.processes import shim as shim_module
 from elastic_agent.agent.workers.processes.guard import IGNORED, Guard
 from elastic_agent.agent.workers.processes.helper import start_helper
 from tests.consoles import full_pipe
-
-from .harness import C_LIBRARY_SIGNALS
-from .processes import alive
+from tests.system.harness import C_LIBRARY_SIGNALS
+from tests.system.processes import alive
+from tests.waiting import wait_for
 
 PATIENCE_S = 20.0
 ORPHANS_S = 5.0  # promise I9
@@ -82,10 +81,7 @@ time.sleep(600)
 
 
 def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.005)
+    wait_for(condition, "the condition", within_s, every_s=0.005)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Runs a script of the tutorial, with its arguments, and kills it in the middle. Not a test.
+"""Runs one of the examples, with its arguments, and kills it in the middle. Not a test.
 
-`checkpoint.py` is killed once in each generation, at another place; the others in the first one, at the third step.
+`checkpoint.py` is killed once in each generation, at another place; the others in the first one, at a step of rank 1.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def meet_and_die(meet: Any = dist.barrier) -> None:
     die("between the barrier and a load")
 
 
-def step_and_die(optimizer: torch.optim.SGD, step: Any = torch.optim.SGD.step) -> None:
-    step(optimizer)
-    taken.append(1)
-    if len(taken) == 3:
-        die("after a step")
+def dying_step(optimizer: type[torch.optim.Optimizer], at: int) -> tuple[type, str, Any]:
+    left, really_step = iter(range(at - 1, -1, -1)), optimizer.step
 
+    def step(self: torch.optim.Optimizer) -> None:
+        really_step(self)
+        if next(left) == 0:
+            die("after a step")
 
-taken: list[int] = []
+    return optimizer, "step", step
+
 
 PLACES: dict[tuple[int, int], tuple[Any, str, Any]] = {
     (1, 0): (torch, "save", save_half),
@@ -63,8 +65,13 @@ PLACES: dict[tuple[int, int], tuple[Any, str, Any]] = {
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    saving = Path(sys.argv[0]).name == "checkpoint.py"
-    places = PLACES if saving else {(1, 1): (torch.optim.SGD, "step", step_and_die)}
+    script = Path(sys.argv[0])
+    if script.name == "checkpoint.py":
+        places = PLACES
+    elif script.parent.name == "tutorial":
+        places = {(1, 1): dying_step(torch.optim.SGD, 3)}
+    else:
+        places = {(1, 1): dying_step(torch.optim.AdamW, 40)}
     if (GENERATION, RANK) in places:
         setattr(*places[GENERATION, RANK])
     runpy.run_path(sys.argv[0], run_name="__main__")
