@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint size types check format sim docs tables frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
+.PHONY: help demo demo-daemon test test-all tools quick lint size types check format sim docs tables frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -30,19 +30,22 @@ demo-daemon: $(READY)  ## three daemons and two jobs that share them; a daemon i
 	$(BIN)/python examples/demo_daemon.py
 
 TESTS_AT_ONCE ?= 4
-# In the order of folders, which ends with the short unit tests. pytest-xdist would begin with the files that have most
-# tests, and end with those that have one or two: just these take minutes, and one would be left to run alone.
-test: $(READY)  ## all tests, in 12 to 25 minutes on 2 cores
-	@.ci/system-packages prometheus
-	@.ci/system-packages etcd
-	@.ci/system-packages network
-	@.ci/system-packages browser
-	@.ci/system-packages systemd
-	@.ci/kubernetes-tools $(VENV)
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+# A file's tests run in one process, one after the other. tests/conftest.py puts the files of minutes first.
+PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+test: $(READY) tools  ## the tests that each change must pass, in 8 minutes on 2 cores; what cannot run here is skipped
+	$(PYTEST)
 
-quick: $(READY)  ## the inner loop: unit tests, a short simulation, the contract of stores in memory
-	SIMULATOR_SEEDS=30 $(BIN)/python -m pytest -q -n $(TESTS_AT_ONCE) tests/unit tests/sim
+test-all: $(READY) tools  ## all tests, also those marked `long`, in an hour on 2 cores: before a release
+	$(PYTEST) -m 'long or not long'
+
+tools: $(READY)
+	@.ci/system-packages prometheus etcd network browser systemd
+	@.ci/kubernetes-tools $(VENV)
+
+# What needs neither torch nor another process.
+QUICK = $(shell grep -LwE 'torch|subprocess' tests/unit/test_*.py)
+quick: $(READY)  ## the inner loop, in a minute: unit tests without torch, a short simulation, the contract of stores in memory
+	SIMULATOR_SEEDS=30 POOL_SEEDS=15 REPLICATION_SEEDS=20 $(PYTEST) -q $(QUICK) tests/sim -k 'not planted'
 	$(BIN)/python -m pytest -q tests/contract/test_store.py -k memory
 
 lint: $(READY) size  ## ruff: rules and format; and no folder has grown
@@ -91,12 +94,11 @@ frameworks:  ## transformers, Lightning, Accelerate, TorchX and Ultralytics, unm
 	# Not from here: Python would find the package in this folder.
 	cd $(FRAMEWORKS) && bin/python -m pytest -c $(CURDIR)/pyproject.toml -s --timeout 400 $(CURDIR)/tests/frameworks
 
-soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; a minute without etcd; and the tests that are too long for `make test`
-	@.ci/system-packages etcd
-	@.ci/system-packages network
-	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest tests/chaos -s
+soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; a minute without etcd
+	@.ci/system-packages etcd network
+	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest -s -m 'long or not long' \
+	    tests/chaos/test_soak.py tests/chaos/test_many_jobs.py
 	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
-	$(BIN)/python -m pytest tests/system -m long
 
 SHARDED_KILLS ?= 50
 soak-sharded: $(READY)  ## SHARDED_KILLS=50 kills of random workers and nodes that train examples/elastic_fsdp.py, drawn from SEED=1
@@ -113,8 +115,7 @@ slurm: $(READY)  ## a real Slurm on this machine: srun, scancel, --signal, the t
 	SLURM_TESTS=1 $(BIN)/python -m pytest tests/slurm -v
 
 benchmark: $(READY)  ## what faults cost, next to torchrun (and torchft, after `make torchft`), in one run
-	@.ci/system-packages etcd
-	@.ci/system-packages network
+	@.ci/system-packages etcd network
 	$(BIN)/python benchmarks/recovery.py
 
 # In a folder of its own, beside the torch that is installed: nothing but the benchmark shall find it. torchft comes
@@ -146,7 +147,7 @@ scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 
 # Not in the virtual environment of the others, whose torch is built for CPUs.
 gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... has a CUDA torch and '.[dev]'
-	$(PYTHON) -m pytest tests/system/test_gpu.py -rs -s
+	$(PYTHON) -m pytest tests/system/test_gpu.py -m long -rs -s
 
 page-picture: $(READY)  ## take docs/page.png of a job of three agents, in four minutes, with Chromium
 	@.ci/system-packages browser

@@ -45,6 +45,7 @@ def leave_in_time_wait(port: int) -> None:
         client.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 + 10 * JOBS)
 def test_no_job_is_stuck_and_no_port_is_given_twice(job: Job, tmp_path: Path) -> None:
     ports, met = a_range(JOBS + 1), tmp_path / "met"

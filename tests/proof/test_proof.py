@@ -11,8 +11,8 @@ has begun where it should: `loaded` says which step was loaded, and which step t
 - disk: the agents keep nothing in memory; or no replicas, where what a node has alone leaves with it.
 
 Only what docs/ name for everyone is used: options, `/status`, `/events`, the manifests' names, the library's functions.
-So the suite judges any way to keep states. `make test` runs some of the cells, each kind, each disturbance and each
-source at least once; `make proof` runs all, and prints the table.
+So the suite judges any way to keep states. `make test` runs one cell of each source; `make proof` runs all, and prints
+the table.
 """
 
 from __future__ import annotations
@@ -73,15 +73,8 @@ def why_not(kind: str, disturbance: str, source: str) -> str:
 CELLS = [cell for cell in itertools.product(KINDS, DISTURBANCES, SOURCES) if not why_not(*cell)]
 SAMPLE = {
     ("fsdp-tp", "worker killed", "memory"),
-    ("hsdp", "node killed", "memory"),
-    ("fsdp1", "node killed", "replica"),
-    ("dcp", "node killed", "replica"),
-    ("ddp", "node leaves", "memory"),
-    ("pipeline", "node leaves", "replica"),
-    ("tp", "node leaves", "disk"),
-    ("ddp", "node joins", "disk"),
     ("fsdp", "3 -> 2 -> 3", "replica"),
-    ("fsdp", "power cut", "disk"),
+    ("ddp", "node joins", "disk"),
 }
 """In `make test`."""
 
@@ -467,9 +460,5 @@ def check_images(run: Run, images: dict[Path, tuple[int, int]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_sample_has_each_kind_each_disturbance_and_each_source() -> None:
-    assert [set(column) for column in zip(*SAMPLE, strict=True)] == [
-        set(KINDS),
-        set(DISTURBANCES),
-        set(SOURCES),
-    ]
+def test_the_sample_has_each_source() -> None:
+    assert {source for _, _, source in SAMPLE} == set(SOURCES)

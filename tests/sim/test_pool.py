@@ -60,7 +60,13 @@ def test_no_seed_breaks_a_promise(workers: multiprocessing.pool.Pool) -> None:
     assert not [event for event in MUST_HAPPEN if not seen[event]], seen
 
 
-@pytest.mark.parametrize("bug", BUGS)
+SLOW = "a second attempt gets no allocations"
+"""Each of its jobs is played until its last hour."""
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=pytest.mark.long if bug == SLOW else ()) for bug in BUGS]
+)
 def test_a_planted_bug_is_caught(workers: multiprocessing.pool.Pool, bug: str) -> None:
     at_once = os.cpu_count() or 1  # a pool that stands still is played until its last hour
     for first in range(0, 60, at_once):

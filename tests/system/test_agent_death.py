@@ -43,6 +43,7 @@ def test_what_a_worker_leaves_behind_is_gone_before_the_next_generation(job: Job
     assert {worker.generation for worker in job.workers()} == {2}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_so_is_a_daemon_that_has_forgotten_where_it_comes_from(job: Job) -> None:
     """Neither its environment nor its session tells whose it is; but it is an orphan, and the agent adopts it."""
@@ -61,6 +62,7 @@ def test_so_is_a_daemon_that_has_forgotten_where_it_comes_from(job: Job) -> None
     assert not any(Path(f"/proc/{pid}").exists() for pid in told.read_text().split())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_a_finished_job_takes_its_workers_daemons_with_it(job: Job) -> None:
     agent = job.start("a", script=(RECORDER, "--child=setsid sleep 600 &", "--steps=5"))
@@ -69,6 +71,7 @@ def test_a_finished_job_takes_its_workers_daemons_with_it(job: Job) -> None:
     job.wait_for(lambda: not job.processes(), "everything to end with the agent", within_s=5.0)
 
 
+@pytest.mark.long
 def test_an_agent_started_again_under_its_name_joins_when_the_dead_ones_lease_is_over(job: Job) -> None:
     options = ("--nnodes=1:2", "--lease-ttl=2")
     job.join("a", *options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elastic_agent.agent.common.exits import ExitCode
 
 from .harness import RECORDER, Generation, Job
@@ -58,6 +60,7 @@ def test_a_host_that_is_started_again_at_its_endpoint_goes_on_with_the_job(job: 
     assert min(steps) > saved
 
 
+@pytest.mark.long
 def test_another_job_at_the_endpoint_of_a_dead_one_is_a_run_of_its_own(job: Job) -> None:
     """It has the same id, because none was given, and a number above all that there were."""
     agents = [job.join(name, "--nnodes=1:3", LEASE) for name in ("a", "b")]
@@ -71,6 +74,7 @@ def test_another_job_at_the_endpoint_of_a_dead_one_is_a_run_of_its_own(job: Job)
     assert run_of(other) != run_of(dead)
 
 
+@pytest.mark.long
 def test_another_jobs_store_where_the_host_was_is_no_failure_of_the_agent(job: Job) -> None:
     """It will not go away by being asked again, so the node says whose it is, and leaves."""
     agents = {name: job.join(name, "--nnodes=1:3", LEASE) for name in ("a", "b")}

@@ -19,6 +19,7 @@ def script(job: Job, code: str) -> tuple[Path]:
     return (path,)
 
 
+@pytest.mark.long
 def test_kills_from_outside_neither_end_the_job_nor_make_it_wait(job: Job) -> None:
     """More than a script may fail by itself: the default is three in a row without progress."""
     agent = job.start("a", "--nproc-per-node=2")
@@ -30,7 +31,7 @@ def test_kills_from_outside_neither_end_the_job_nor_make_it_wait(job: Job) -> No
     job.wait_for_metric(agent, "elastic_agent_restarts_total", 6, reason="killed")
 
 
-@pytest.mark.parametrize("options", [(), ("--max-restarts=9",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("--max-restarts=9",), marks=pytest.mark.long)])
 def test_an_error_of_the_script_is_tried_twice(job: Job, options: tuple[str, ...]) -> None:
     agent = job.start("a", *options, script=script(job, "import no_such_module"))
     assert agent.exit_code() == 3
@@ -100,8 +101,8 @@ if os.environ["ELASTIC_AGENT_GENERATION"] == "1":
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_the_first_cause_is_the_jobs_though_its_collateral_ended_first(
     job: Job, nodes: int, rank: str
 ) -> None:
@@ -128,7 +129,7 @@ KILLED = ROOT.replace("import atexit, os,", "import os, signal,").replace(
 )
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_kill_that_shows_after_its_collateral_is_the_cause(job: Job, nodes: int) -> None:
     """A killed process closes its connections some time before its parent can see that it has ended."""
     worker = (*script(job, KILLED), job.folder / "flag", "0")

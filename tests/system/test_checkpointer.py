@@ -95,13 +95,14 @@ def test_all_ranks_load_the_same_step_and_each_its_own_random_state(worlds: Worl
     assert [answer["next"] for answer in answers] == drawn_after_saving
 
 
+@pytest.mark.long
 def test_a_new_directory_starts_at_zero_and_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
     answers = worlds.answers("load", in_directories(tmp_path / "a", tmp_path / "b"))
     assert [answer["returned"] for answer in answers] == [0, 0]
     assert [answer["meta"] for answer in answers] == ["as the script set it"] * 2
 
 
-@pytest.mark.parametrize("owner", range(3))
+@pytest.mark.parametrize("owner", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 2])
 def test_one_node_with_the_files_is_enough(worlds: Worlds, tmp_path: Path, owner: int) -> None:
     directories = [tmp_path / str(rank) for rank in range(3)]
     drawn_after_saving = saved(worlds, directories[owner], 10, ranks=3)
@@ -121,6 +122,7 @@ def test_the_newest_good_checkpoint_of_all_nodes_wins(worlds: Worlds, tmp_path: 
     assert "step-000000000030" in worlds.errors.read_text()
 
 
+@pytest.mark.long
 def test_of_the_same_step_the_newest_generation_wins(worlds: Worlds, tmp_path: Path) -> None:
     for generation in (1, 2):
         args = {"directory": str(tmp_path / str(generation)), "step": 10, "texts": {"0": f"of {generation}"}}
@@ -129,6 +131,7 @@ def test_of_the_same_step_the_newest_generation_wins(worlds: Worlds, tmp_path: P
     assert [answer["meta"] for answer in answers] == ["of 2", "of 2"]
 
 
+@pytest.mark.long
 def test_a_spoilt_checkpoint_gives_way_to_the_one_before_loudly(worlds: Worlds, tmp_path: Path) -> None:
     saved(worlds, tmp_path, 10, ranks=2)
     saved(worlds, tmp_path, 20, ranks=2)
@@ -148,7 +151,7 @@ def test_spoilt_checkpoints_only_stop_every_rank(worlds: Worlds, tmp_path: Path)
     assert all("rank 1" in answer["text"] and "sha256 differs" in answer["text"] for answer in answers)
 
 
-@pytest.mark.parametrize("error", [True, False])
+@pytest.mark.parametrize("error", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_file_that_breaks_while_it_is_sent_stops_every_rank(
     worlds: Worlds, tmp_path: Path, error: bool
 ) -> None:
@@ -167,6 +170,7 @@ def test_another_world_size_loads_the_state(worlds: Worlds, tmp_path: Path) -> N
     assert "random numbers start anew" in worlds.errors.read_text()
 
 
+@pytest.mark.long
 def test_a_shape_that_fits_one_rank_only_stops_both(worlds: Worlds, tmp_path: Path) -> None:
     worlds.answers("save_model", in_directories(tmp_path))
     answers = worlds.answers("load_into_another_shape", in_directories(tmp_path, tmp_path))
@@ -178,9 +182,14 @@ def test_a_shape_that_fits_one_rank_only_stops_both(worlds: Worlds, tmp_path: Pa
     ("scenario", "raised", "text"),
     [
         ("save_different_steps", "CheckpointError", "{0: 10, 1: 11}"),
-        ("save_backwards", "StepNotGrowing", "step 9 is not beyond step 10"),
-        ("save_code", "NotPlainData", "random.Random"),
-        ("save_with_a_broken_state_dict", "CheckpointError", "a bug in the script"),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in (
+                ("save_backwards", "StepNotGrowing", "step 9 is not beyond step 10"),
+                ("save_code", "NotPlainData", "random.Random"),
+                ("save_with_a_broken_state_dict", "CheckpointError", "a bug in the script"),
+            )
+        ),
     ],
 )
 def test_a_save_that_is_wrong_is_wrong_on_every_rank(
@@ -220,6 +229,7 @@ def test_a_run_that_was_replaced_is_refused_on_every_rank_and_its_successor_goes
     assert [answer["returned"] for answer in again] == [True, True]
 
 
+@pytest.mark.long
 def test_another_runs_newer_checkpoints_on_rank_0s_own_disk_are_refused_and_stay_as_they_are(
     worlds: Worlds, tmp_path: Path
 ) -> None:
@@ -235,6 +245,7 @@ def test_another_runs_newer_checkpoints_on_rank_0s_own_disk_are_refused_and_stay
     assert {path: path.read_bytes() for path in theirs.iterdir() if path.name != "owner.lock"} == before
 
 
+@pytest.mark.long
 def test_another_runs_older_checkpoints_on_rank_0s_own_disk_stay(worlds: Worlds, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     worlds.answers("save", [{"directory": str(one), "step": 10}], ELASTIC_AGENT_RUN="another")
@@ -287,6 +298,7 @@ def test_a_node_that_has_nothing_is_sent_the_state_and_keeps_it(worlds: Worlds, 
         assert answers[0]["kept"] == [[2, 1, True]], "with every rank's random state"
 
 
+@pytest.mark.long
 def test_without_the_random_state_of_a_lost_node_the_others_have_theirs(
     worlds: Worlds, tmp_path: Path
 ) -> None:
@@ -299,6 +311,7 @@ def test_without_the_random_state_of_a_lost_node_the_others_have_theirs(
     assert "random state not restored, no rank has kept it: step=2 rank=0" in worlds.errors.read_text()
 
 
+@pytest.mark.long
 def test_a_step_that_some_rank_did_not_come_to_does_not_count(worlds: Worlds, tmp_path: Path) -> None:
     env = {"TEST_MEMORY": str(tmp_path)}
     worlds.answers("remember", [remembering("a", 0, [1, 2]), remembering("a", 1, [1])], **env)
@@ -306,6 +319,7 @@ def test_a_step_that_some_rank_did_not_come_to_does_not_count(worlds: Worlds, tm
     assert [answer["meta"] for answer in answers] == ["after 1"] * 2
 
 
+@pytest.mark.long
 def test_a_node_that_went_on_alone_does_not_bring_its_past_back(worlds: Worlds, tmp_path: Path) -> None:
     """Generation 1 has remembered step 12 on b only; a began generation 2 at step 10 and came to 11."""
     env = {"TEST_MEMORY": str(tmp_path)}
@@ -317,6 +331,7 @@ def test_a_node_that_went_on_alone_does_not_bring_its_past_back(worlds: Worlds, 
     assert [(answer["returned"], answer["meta"]) for answer in answers] == [(11, "the present")] * 2
 
 
+@pytest.mark.long
 def test_files_that_some_nodes_have_reach_the_others(worlds: Worlds, tmp_path: Path) -> None:
     saved(worlds, tmp_path / "some", 10, ranks=3)
     answers = worlds.answers("load", in_directories(tmp_path / "some", tmp_path / "some", tmp_path / "none"))
@@ -327,6 +342,7 @@ def loading(node: str, local_rank: int, directory: Path, **more: Any) -> dict[st
     return {"node": node, "local_rank": local_rank, "directory": str(directory), **more}
 
 
+@pytest.mark.long
 def test_one_rank_of_a_node_reads_or_receives_the_file_and_the_others_map_it(
     worlds: Worlds, tmp_path: Path
 ) -> None:
@@ -352,6 +368,7 @@ def test_one_rank_of_a_node_reads_or_receives_the_file_and_the_others_map_it(
     assert again[0]["returned"] == 10, "and it is in memory there"
 
 
+@pytest.mark.long
 def test_a_rank_whose_file_is_another_one_does_not_trust_it(worlds: Worlds, tmp_path: Path) -> None:
     """Both ranks are of one node and name one directory, which is not the same to them: containers can do that."""
     drawn = saved(worlds, tmp_path / "0", 10, ranks=2)
@@ -364,6 +381,7 @@ def test_a_rank_whose_file_is_another_one_does_not_trust_it(worlds: Worlds, tmp_
     assert "memfd" in answers[1]["mapped"][0]
 
 
+@pytest.mark.long
 def test_a_node_without_room_in_memory_receives_the_file_all_the_same(worlds: Worlds, tmp_path: Path) -> None:
     saved(worlds, tmp_path / "disk", 10, ranks=3)
     args = [loading("a", 0, tmp_path / "disk")]
@@ -373,6 +391,7 @@ def test_a_node_without_room_in_memory_receives_the_file_all_the_same(worlds: Wo
     assert all("memfd" in answer["mapped"][0] for answer in answers[1:])
 
 
+@pytest.mark.long
 def test_a_copy_in_memory_reaches_each_node_once(worlds: Worlds, tmp_path: Path) -> None:
     env = {"TEST_MEMORY": str(tmp_path)}
     drawn = [
@@ -403,7 +422,7 @@ def train_args(directory: Path, journal: Path, **kill: int) -> dict[str, Any]:
     return {"directory": str(directory), "journal": str(journal), "steps": STEPS, "every": EVERY, **kill}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 @pytest.mark.parametrize("memory_every", [None, 1])
 def test_five_kills_change_not_one_bit(
     worlds: Worlds, undisturbed: list[Any], tmp_path: Path, seed: int, memory_every: int | None

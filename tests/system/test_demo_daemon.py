@@ -14,6 +14,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_daemon.py"
 PLAY_S = 420.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PLAY_S + 60)
 def test_the_demo_of_daemons_plays_to_its_end(tmp_path: Path) -> None:
     """It fails by itself where a step is lost, a job ends otherwise, or what it waits for does not come."""

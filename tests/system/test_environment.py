@@ -109,6 +109,7 @@ def test_one_worker_on_each_of_two_nodes(job: Job) -> None:
     )
 
 
+@pytest.mark.long
 def test_what_the_user_has_set_is_kept(job: Job) -> None:
     mine = {
         "OMP_NUM_THREADS": "3",
@@ -158,6 +159,7 @@ def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
     }
 
 
+@pytest.mark.long
 def test_the_agents_own_error_file_costs_no_warm_start(job: Job) -> None:
     """A scheduler such as TorchX names it; a library that copies the environment while it is loaded has read it."""
     (job.folder / "copying.py").write_text("import os\nseen = dict(os.environ)\n")
@@ -171,6 +173,7 @@ def test_the_agents_own_error_file_costs_no_warm_start(job: Job) -> None:
     assert start["env"]["TORCHELASTIC_ERROR_FILE"] != str(error_file), "the worker has one of its own"
 
 
+@pytest.mark.long
 @WARM_AND_COLD
 def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None:
     """And none of the files that the agent opens takes its place."""
@@ -183,6 +186,7 @@ def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None
     assert set(seen["fds"][3:]) <= {DESCRIPTOR}
 
 
+@pytest.mark.long
 def test_a_program_ignores_no_signal_because_its_agent_does(job: Job) -> None:
     """Python ignores SIGPIPE: a shell pipeline started so would never end."""
     agent = job.start("a", "--no-python", script=("grep", "SigIgn", "/proc/self/status"))
@@ -199,6 +203,7 @@ def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
     assert not job.history()
 
 
+@pytest.mark.long
 def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
     agent = job.start("a", environment={"CUDA_VISIBLE_DEVICES": "0,999"})
     assert agent.exit_code() == 73
@@ -208,7 +213,10 @@ def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("pinning", "local_ranks", "visible"),
-    [("mask", ["0", "0"], ["0,1", "2,3"]), ("index", ["0", "1"], [None, None])],
+    [
+        ("mask", ["0", "0"], ["0,1", "2,3"]),
+        pytest.param("index", ["0", "1"], [None, None], marks=pytest.mark.long),
+    ],
 )
 def test_each_worker_has_two_devices_before_and_after_a_kill(
     job: Job, monkeypatch: pytest.MonkeyPatch, pinning: str, local_ranks: list[str], visible: list[str | None]
@@ -236,8 +244,12 @@ def test_each_worker_has_two_devices_before_and_after_a_kill(
             "--nproc-per-node=gpu --devices-per-worker=3",
             "divides this node's CUDA devices: 4 (0,1,2,3)",
         ),
-        ("--nproc-per-node=3 --devices-per-worker=2", "lower it or --devices-per-worker"),
-        ("--devices-per-worker=5", "each with 5"),
+        pytest.param(
+            "--nproc-per-node=3 --devices-per-worker=2",
+            "lower it or --devices-per-worker",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("--devices-per-worker=5", "each with 5", marks=pytest.mark.long),
     ],
 )
 def test_devices_that_do_not_suffice_or_are_left_over_start_nothing(
@@ -249,7 +261,9 @@ def test_devices_that_do_not_suffice_or_are_left_over_start_nothing(
     assert not job.history()
 
 
-@pytest.mark.parametrize("command", [["--check-config"], ["explain-env"]])
+@pytest.mark.parametrize(
+    "command", [["--check-config"], pytest.param(["explain-env"], marks=pytest.mark.long)]
+)
 def test_a_worker_s_devices_are_shown_before_a_run(command: list[str]) -> None:
     words = [
         *command,
@@ -279,6 +293,7 @@ def test_workers_keep_to_their_cores_and_their_threads_match(job: Job) -> None:
         assert threads == expected.variables[0].value
 
 
+@pytest.mark.long
 def test_masked_devices_leave_a_node_without_any_as_it_is(job: Job) -> None:
     options = ("--nproc-per-node=2", "--virtual-local-rank")
     job.start("a", *options, environment={"CUDA_VISIBLE_DEVICES": ""})

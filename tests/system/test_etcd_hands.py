@@ -61,6 +61,7 @@ class Compaction(threading.Thread):
         self.join()
 
 
+@pytest.mark.long
 def test_a_watch_that_is_cut_while_history_is_forgotten_reads_again(
     job: Job, apart: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -111,6 +112,7 @@ def logins(cluster: EtcdCluster) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(counter))
 
 
+@pytest.mark.long
 def test_tokens_that_expire_interrupt_nothing(job: Job, forgetful: EtcdCluster, note_gap: NoteGap) -> None:
     """While nothing changes nobody needs one: etcd lets keep-alives pass without."""
     job.use_etcd(forgetful)
@@ -146,7 +148,13 @@ def write(job: Job, cluster: EtcdCluster, *keys: str, value: str) -> None:
     store.close()
 
 
-VALUES = pytest.mark.parametrize("value", [GARBAGE, TEN_MEGABYTES], ids=["garbage", "ten megabytes"])
+VALUES = pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(GARBAGE, id="garbage"),
+        pytest.param(TEN_MEGABYTES, id="ten megabytes", marks=pytest.mark.long),
+    ],
+)
 
 
 @VALUES
@@ -161,6 +169,7 @@ def test_a_world_that_makes_no_sense_ends_the_job_and_names_the_key(
         assert len(agent.text) < 20_000, "nobody wants to read all of it"
 
 
+@pytest.mark.long
 @VALUES
 def test_other_keys_that_make_no_sense_disturb_nobody(
     job: Job, roomy: EtcdCluster, note_gap: NoteGap, value: str
@@ -190,6 +199,7 @@ def test_a_record_that_makes_no_sense_and_was_there_first_is_named_before_anythi
 # --- Names
 
 
+@pytest.mark.long
 def test_of_two_agents_with_one_name_the_second_is_refused(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
     options = ("--nnodes=1:2", "--lease-ttl=2")

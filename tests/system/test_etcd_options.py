@@ -56,6 +56,7 @@ def credentials(job: Job, cluster: EtcdCluster) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.long
 def test_no_node_is_special(job: Job, etcd: str) -> None:
     agents = [join(job, name, f"{etcd}/tests", "--nnodes=1:2", "--lease-ttl=2") for name in ("a", "b")]
     old = job.wait_for_training(world=2)
@@ -108,6 +109,7 @@ def test_a_wrong_password_is_a_matter_of_configuration(job: Job, guarded: EtcdCl
     job.wait_for_training(world=1)
 
 
+@pytest.mark.long
 def test_wrong_certificates_are_a_matter_of_configuration(job: Job, etcd: str) -> None:
     wrong = job.folder / "ca.pem"
     wrong.write_text("no certificate\n")
@@ -116,6 +118,7 @@ def test_wrong_certificates_are_a_matter_of_configuration(job: Job, etcd: str) -
     assert agent.says(str(wrong))
 
 
+@pytest.mark.long
 def test_the_certificate_of_another_authority_is_refused_before_anything_starts(
     job: Job, guarded: EtcdCluster
 ) -> None:
@@ -134,6 +137,7 @@ def test_where_nobody_answers_the_agent_gives_up_after_the_join_timeout(job: Job
     assert agent.says("--rdzv-endpoint")
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_search_for_the_store(job: Job) -> None:
     agent = join(job, "a", "etcd://127.0.0.1:1")
     job.wait_for_text(agent, "looking for the rendezvous store")

@@ -49,6 +49,7 @@ def test_a_lost_coordinator_is_evicted_by_a_member(job: Job, three: Generation) 
     assert f"node {lost} is gone: its agent has ended" in "".join(agent.text for agent in job.agents)
 
 
+@pytest.mark.long
 def test_a_node_that_comes_back_under_its_name_need_not_wait_for_its_old_lease(
     job: Job, three: Generation
 ) -> None:

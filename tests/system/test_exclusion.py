@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .harness import DYING, Job, planted
 
 SOON = planted("constants cool_down_s=3")
@@ -55,6 +57,7 @@ def test_an_operator_excludes_a_node_and_readmits_it(job: Job) -> None:
     assert not any(agent.says("failed: ") for agent in agents.values())
 
 
+@pytest.mark.long
 def test_a_node_that_is_excluded_while_it_is_away_stays_out_when_it_comes(job: Job) -> None:
     agents = {name: job.join(name, *LIMITS, script=(DYING,)) for name in "abc"}
     three = job.wait_for_training(world=3)

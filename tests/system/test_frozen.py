@@ -39,6 +39,7 @@ def test_a_frozen_agent_is_replaced_and_joins_as_a_new_incarnation_when_it_wakes
     assert old_life in started["env"]["ELASTIC_AGENT_INCARNATION"], "a new incarnation of the same process"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whole", [False, True], ids=["the agent", "agent and worker"])
 def test_a_node_that_no_other_can_follow_goes_on_after_any_freeze(job: Job, whole: bool) -> None:
     agent = job.start("a", "--lease-ttl=2")
@@ -54,6 +55,7 @@ def test_a_node_that_no_other_can_follow_goes_on_after_any_freeze(job: Job, whol
     assert not agent.says("lease")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_a_short_freeze_disturbs_nobody(job: Job) -> None:
     agents = {name: job.join(name, "--nnodes=2", "--lease-ttl=20") for name in ("a", "b")}
@@ -67,6 +69,7 @@ def test_a_short_freeze_disturbs_nobody(job: Job) -> None:
     assert [generation.number for generation in job.generations()][-1] == old.number
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_a_frozen_worker_is_killed_when_its_generation_ends(job: Job) -> None:
     job.start("a", "--nproc-per-node=2", script=(RECORDER, "--fault=1:0:20:1"))

@@ -21,6 +21,7 @@ DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.skipif(not DEVICES, reason="needs a GPU: torch.cuda.is_available() says that there is none"),
     pytest.mark.timeout(600),
+    pytest.mark.long,
 ]
 
 PATIENCE_S = 180.0

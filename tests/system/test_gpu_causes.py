@@ -50,6 +50,7 @@ def test_a_node_whose_gpu_has_memory_errors_is_excluded_at_the_first_failure(
     job.wait_for(lambda: bad.metric("elastic_agent_node_excluded") == 1, "node b to know it")
 
 
+@pytest.mark.long
 def test_healthy_gpus_change_no_cause(job: Job, nvml: FakeLibrary) -> None:
     agent, first = train(job, nvml)
     os.kill(first.pid(0), signal.SIGKILL)
@@ -57,6 +58,7 @@ def test_healthy_gpus_change_no_cause(job: Job, nvml: FakeLibrary) -> None:
     assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
 
 
+@pytest.mark.long
 def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: FakeLibrary) -> None:
     agent, generation = train(job, nvml)
     nvml.says("ask_hangs 1")
@@ -67,6 +69,7 @@ def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: Fa
     assert agent.text.count("NVML does not answer in time") == 1
 
 
+@pytest.mark.long
 def test_what_nvml_shows_counts_when_a_worker_of_that_gpu_fails(job: Job, nvml: FakeLibrary) -> None:
     """Of two workers with a GPU each, one is killed whose own GPU is well: errors of the other's explain no kill."""
     agent, first = train(job, nvml, gpus=2)

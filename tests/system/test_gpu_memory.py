@@ -43,6 +43,7 @@ def test_the_next_generation_waits_for_the_memory(job: Job, nvml: FakeLibrary) -
     assert agent.says(r"GPU memory: 30000 MiB were given back within \d+\.\d s$")
 
 
+@pytest.mark.long
 def test_the_bound_ends_the_wait(job: Job, nvml: FakeLibrary) -> None:
     agent, first = train_and_kill(job, nvml, **planted("constants gpu_memory_wait_s=0.7"))
     job.wait_for_training(world=1, after=first.number)
@@ -51,6 +52,7 @@ def test_the_bound_ends_the_wait(job: Job, nvml: FakeLibrary) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_wait_does_not_keep_an_agent_that_is_to_stop(job: Job, nvml: FakeLibrary) -> None:
     agent, _ = train_and_kill(job, nvml)
     job.wait_for(lambda: "GPU memory" in agent.get("/readyz")[1], "the agent to wait for the memory")
@@ -58,6 +60,7 @@ def test_the_wait_does_not_keep_an_agent_that_is_to_stop(job: Job, nvml: FakeLib
     assert agent.exit_code() == 143
 
 
+@pytest.mark.long
 def test_a_restart_budget_that_is_used_up_ends_the_job_without_a_wait(job: Job, nvml: FakeLibrary) -> None:
     agent, _ = train_and_kill(job, nvml, "--max-restarts=0")
     assert agent.exit_code() == 1

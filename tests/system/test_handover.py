@@ -46,6 +46,7 @@ def last_step(job: Job, training: Generation) -> int:
     return steps[0]
 
 
+@pytest.mark.long
 def test_two_partners_leave_at_once_and_take_no_shards_with_them(job: Job, in_etcd: None) -> None:
     agents = {name: join(job, name, SHARDED) for name in ("a", "b", "c")}
     three = job.wait_for_training(world=3)
@@ -64,7 +65,8 @@ def test_two_partners_leave_at_once_and_take_no_shards_with_them(job: Job, in_et
         assert not agents[name].says("lost with it")
 
 
-@pytest.mark.parametrize("leavers", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("leavers", [1, 2])
 def test_a_new_node_goes_on_with_the_state_of_all_that_leave_at_once(
     job: Job, in_etcd: None, leavers: int
 ) -> None:

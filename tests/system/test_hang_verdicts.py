@@ -26,10 +26,9 @@ def run(job: Job, what: str, steps: str) -> None:
         assert agent.says("rank . is done in 2$")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "what", ["stop", *(pytest.param(what, marks=pytest.mark.long) for what in ("sleep", "compute"))]
-)
+@pytest.mark.parametrize("what", ["stop", "sleep", "compute"])
 def test_with_steps_known(job: Job, what: str) -> None:
     run(job, what, "steps")
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,21 @@ KINDS: dict[str, RankActivity] = {
     "late_for_rendezvous": RankActivity.WAITS,
 }
 """What the rank that is to blame does in each."""
+OFTEN = (
+    "skipped_collective",
+    "stopped",
+    "asleep",
+    "lock_of_python",
+    "data_loader",
+    "save",
+    "late_for_rendezvous",
+)
+"""In `make test`; the others are variants."""
+
+
+def of_kind(kind: str) -> Any:
+    """A parameter."""
+    return pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.long)
 
 
 @dataclass
@@ -101,10 +117,13 @@ def mountpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 
 
 @pytest.fixture(scope="module")
-def hangs(tmp_path_factory: pytest.TempPathFactory, mountpoint: Path | None) -> Iterator[dict[str, Hang]]:
-    """All kinds at once, seen when all others wait, or when that takes too long."""
+def hangs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, mountpoint: Path | None
+) -> Iterator[dict[str, Hang]]:
+    """All kinds that are asked for at once, seen when all others wait, or when that takes too long."""
     folder = tmp_path_factory.mktemp("hangs")
-    kinds = [kind for kind in KINDS if kind != "file_server" or mountpoint is not None]
+    asked = {item.callspec.params["kind"] for item in request.session.items if item.path == request.path}
+    kinds = [kind for kind in KINDS if kind in asked and (kind != "file_server" or mountpoint is not None)]
     found = {kind: Hang(kind, folder / kind, [StackFile() for _ in range(RANKS)], []) for kind in kinds}
     ranks = [
         (kind, _variables(found[kind], rank, mountpoint), found[kind].stacks[rank].path)
@@ -170,7 +189,7 @@ def _kill(pid: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(map(of_kind, KINDS)))
 def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) -> None:
     if kind not in hangs:
         pytest.skip("this user may not mount a file system")
@@ -183,7 +202,7 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
     assert hang.states[CULPRIT].doing is KINDS[kind], _shown(hang.seen[CULPRIT])
 
 
-@pytest.mark.parametrize("kind", ["asleep", "late_for_backward", "read_of_a_pipe"])
+@pytest.mark.parametrize("kind", list(map(of_kind, ["asleep", "late_for_backward", "read_of_a_pipe"])))
 def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
     kind: str, hangs: dict[str, Hang]
 ) -> None:
@@ -199,8 +218,9 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
     ), seen
 
 
-def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
-    targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
+@pytest.mark.parametrize("kind", [of_kind("deadlock")])
+def test_and_one_that_waits_for_a_lock_is_not(kind: str, hangs: dict[str, Hang]) -> None:
+    targets = [replace(target, stacks=None) for target in hangs[kind].targets]
     seen = _look(targets)
     found = diagnose([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD.node_of_ranks)
     assert (found.finding, found.rank) == (HangFinding.UNCLEAR, None), seen

@@ -25,7 +25,10 @@ ENDS = {
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for mounts of one process")
-@pytest.mark.parametrize("how", [FULL, "ro t {0}"], ids=["full", "read-only"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(FULL, id="full"), pytest.param("ro t {0}", id="read-only", marks=pytest.mark.long)],
+)
 def test_without_a_temporary_directory_each_command_says_what_to_do(how: str) -> None:
     places = [place for place in ("/tmp", "/var/tmp", "/usr/tmp") if os.path.isdir(place)]
     mounts = "; ".join("mount -t tmpfs -o " + how.format(place) for place in places)

@@ -80,7 +80,7 @@ def test_torchruns_flags_say_what_goes_where(job: Job) -> None:
     }
 
 
-@pytest.mark.parametrize("line", ["short", "long" * 1000])
+@pytest.mark.parametrize("line", ["short", pytest.param("long" * 1000, marks=pytest.mark.long)])
 def test_a_full_log_disk_stops_no_training(job: Job, small_disk: Path, line: str) -> None:
     script = (RECORDER, "--step-s=0.001", f"--say={line}")
     agent = job.start("n", f"--log-dir={small_disk}", script=script)
@@ -104,6 +104,7 @@ def test_a_log_directory_that_cannot_be_made_is_refused_before_anything_starts(j
     assert not job.history()
 
 
+@pytest.mark.long
 def test_the_last_lines_of_a_killed_worker_are_shown(job: Job) -> None:
     agent = job.start("n", "--max-restarts=0", script=(RECORDER, "--say=last words", "--fault=*:*:7:9"))
     assert agent.exit_code() == 1

@@ -95,6 +95,7 @@ def test_shards_come_to_the_other_node_and_the_key_shows_up_nowhere(job: Job, et
         assert not any(form in content for form in forms), file
 
 
+@pytest.mark.long
 def test_a_job_that_has_no_shards_has_no_memory_server(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
     for name in ("a", "b"):

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 
@@ -27,6 +29,7 @@ def test_a_save_is_durable_though_rank_0_is_killed_right_after_it(job: Job) -> N
     assert not bad
 
 
+@pytest.mark.long
 def test_a_save_right_before_the_end_is_durable_when_the_job_has_ended(job: Job) -> None:
     (job.folder / "finish").touch()
     agent = job.start("a", script=(SCRIPT, job.folder, "1"))
@@ -36,6 +39,7 @@ def test_a_save_right_before_the_end_is_durable_when_the_job_has_ended(job: Job)
     assert CheckpointFiles(job.folder / "disk-of-a", keep=2, run=Run("reader")).steps() == [1]
 
 
+@pytest.mark.long
 def test_a_killed_agent_leaves_nothing_in_memory(job: Job) -> None:
     agent = job.start("a", script=(SCRIPT, job.folder))
     training = job.wait_for_training(world=1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from .harness import LACKING, RECORDER, WHOLE_TORCH, Job
 
 
+@pytest.mark.long
 def test_newcomers_that_are_not_like_the_others_leave_a_healthy_job_alone(job: Job) -> None:
     first = job.join("a", "--min-nodes=1", "--max-nodes=3", script=(LACKING,))
     job.wait_for_training(world=1)

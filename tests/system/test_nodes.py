@@ -65,6 +65,7 @@ def test_below_min_nodes_the_rest_waits_says_for_whom_and_goes_on_when_a_node_co
     assert readyz(first)[0] == 200
 
 
+@pytest.mark.long
 def test_below_min_nodes_for_the_join_timeout_ends_with_its_own_code(job: Job) -> None:
     options = ("--nnodes=2", FAST_LEASE, "--join-timeout=20s")
     first, second = (job.join(name, *options) for name in ("a", "b"))
@@ -96,6 +97,7 @@ def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: J
     assert new.nodes == ["a", "c"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_a_node_beyond_a_multiple_stands_by_says_why_and_takes_the_place_of_a_lost_one(job: Job) -> None:
     options = ("--nodes-multiple-of=2", "--max-nodes=4", FAST_LEASE)
@@ -112,6 +114,7 @@ def test_a_node_beyond_a_multiple_stands_by_says_why_and_takes_the_place_of_a_lo
     assert new.nodes == [old.nodes[0], "c"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_etcd")
 def test_a_joining_node_and_a_dying_worker_at_once_end_in_one_world(job: Job) -> None:
     options = ("--nnodes=1:3", FAST_LEASE)

@@ -151,6 +151,7 @@ def test_a_notice_of_30_of_10_and_of_2_seconds_costs_no_step(
     assert agents["d"].says("0 failures so far")
 
 
+@pytest.mark.long
 def test_a_step_longer_than_the_notice_costs_no_finished_one(job: Job) -> None:
     """The workers guard their last step: the node that stays keeps it when the drain is given up."""
     steps, file = job.folder / "steps", job.folder / "leaves"

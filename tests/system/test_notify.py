@@ -59,6 +59,7 @@ def ear(tmp_path: Path) -> Iterator[Ear]:
     ear.close()
 
 
+@pytest.mark.long
 def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ear: Ear) -> None:
     endpoint = f"192.0.2.200:{port_for_a_store()}"
     options = ("--nnodes=2", f"--rdzv-endpoint={endpoint}")
@@ -90,6 +91,7 @@ def test_the_status_shows_what_trains_and_no_worker_can_send_for_the_agent(job: 
     assert said[-1] == "STATUS=ended with exit code 143: stopped by SIGTERM"
 
 
+@pytest.mark.long
 def test_an_agent_whose_main_loop_is_stuck_falls_silent_though_its_other_threads_live(
     job: Job, ear: Ear
 ) -> None:

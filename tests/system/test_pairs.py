@@ -66,8 +66,9 @@ class Pair:
         os.kill(worker.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("memory_every", [0, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("memory_every", [0, 3])
 def test_a_model_and_its_average_go_on_from_one_step(job: Job, memory_every: int) -> None:
     pair = Pair(job, memory_every)
     agents = {name: pair.join(name) for name in ("a", "b")}
@@ -88,8 +89,9 @@ def test_a_model_and_its_average_go_on_from_one_step(job: Job, memory_every: int
         assert note["step"] >= pair.newest(before), "no finished step is done again"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("way", [pytest.param("drop", marks=pytest.mark.long), "keep"])
+@pytest.mark.parametrize("way", ["drop", "keep"])
 def test_a_training_that_is_over_is_not_overwritten_by_the_next_one(job: Job, way: str) -> None:
     """In the process that ended it, and in later ones, which begin after it."""
     pair = Pair(job, way, SCRIPT.with_name("pretraining.py"))

@@ -115,7 +115,7 @@ def for_what_it_gets(node: Host, _store: Host) -> None:
         (from_the_store, 0, (SHORT_LEASE,)),
         pytest.param(by_resets, 2, (SHORT_LEASE, NO_GRACE), marks=pytest.mark.long),
         pytest.param(for_what_it_sends, 2, (SHORT_LEASE,), marks=pytest.mark.long),
-        (for_what_it_gets, 0, (SHORT_LEASE,)),
+        pytest.param(for_what_it_gets, 0, (SHORT_LEASE,), marks=pytest.mark.long),
     ],
 )
 def test_a_node_that_is_cut_off_stops_before_its_place_is_given_away(
@@ -139,7 +139,8 @@ def test_a_node_that_is_cut_off_stops_before_its_place_is_given_away(
     note_gap(f"node of rank {place} cut off {how} {' '.join(options)}", job)
 
 
-@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("place", [0, 2])
 def test_a_silent_node_is_not_replaced_before_its_lease_ends_also_after_a_failure(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap, place: int
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_silent_node_is_not_replaced_before_its_lease_ends_also_after_a_failur
     note_gap(f"cable of rank {place} pulled, then a worker elsewhere killed", job)
 
 
+@pytest.mark.long
 def test_a_node_whose_port_refuses_is_evicted_although_it_lives(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_node_whose_port_refuses_is_evicted_although_it_lives(
     note_gap("connections to rank 2 reset, then a worker elsewhere killed", job)
 
 
+@pytest.mark.long
 def test_a_write_that_was_done_and_never_confirmed_counts_once(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -186,6 +189,7 @@ def test_a_write_that_was_done_and_never_confirmed_counts_once(
     note_gap("failure on rank 2, replies of the store lost for 1 s", job)
 
 
+@pytest.mark.long
 def test_all_nodes_without_the_store_stop_and_come_back_where_that_is_asked_for(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -212,6 +216,7 @@ def test_all_nodes_without_the_store_go_on_while_they_reach_each_other(
     note_gap("the same, with the new world after healing", job)
 
 
+@pytest.mark.long
 def test_nobody_follows_a_world_that_may_go_on_although_its_machines_refuse_connections(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -235,6 +240,7 @@ def test_nobody_follows_a_world_that_may_go_on_although_its_machines_refuse_conn
     assert last < first, f"the two trained on for {last - first:.3f} s after they were replaced"
 
 
+@pytest.mark.long
 def test_a_burst_of_resets_interrupts_nothing_and_no_change_is_missed_after_it(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -249,6 +255,7 @@ def test_a_burst_of_resets_interrupts_nothing_and_no_change_is_missed_after_it(
     assert job.wait_for_convergence(*NODES).number == three.number + 1
 
 
+@pytest.mark.long
 def test_lost_packets_slow_the_store_down_and_break_no_promise(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap
 ) -> None:
@@ -267,7 +274,8 @@ def test_lost_packets_slow_the_store_down_and_break_no_promise(
     note_gap("the same, then 30 % and a worker killed", job)
 
 
-@pytest.mark.parametrize("leads", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("leads", [True, False])
 def test_a_node_behind_a_member_without_quorum_is_cut_off_like_any_other(
     job: Job, note_gap: NoteGap, leads: bool
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from .harness import Agent, Generation, Job
 
 SCRIPT = Path(__file__).with_name("sharded_kinds.py")
@@ -60,6 +62,7 @@ def agents_of(job: Job) -> dict[str, Agent]:
     return {agent.name: agent for agent in job.agents}
 
 
+@pytest.mark.long
 def test_nodes_that_leave_come_and_are_lost_cost_no_step(job: Job, in_etcd: None) -> None:
     options, script = (PRELOADED, "--nnodes=1:3", "--lease-ttl=60"), (SCRIPT, job.folder)
     for name in ("a", "b", "c"):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import urllib.request
 
+import pytest
+
 from elastic_agent.agent.common.exits import ExitCode
 
 from .harness import Agent
@@ -51,6 +53,7 @@ def page(pool: Pool, agent: Agent, path: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.long
 def test_what_a_job_prints_is_followed_past_the_death_of_a_node(pool: Pool) -> None:
     a, b = pool.daemons("a", "b")
     job = pool.submit("--min-nodes=1", "--max-nodes=2", script=talker(pool, 7))

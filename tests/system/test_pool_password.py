@@ -24,7 +24,10 @@ def guarded() -> Iterator[EtcdCluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("preload", ["none", "json"], ids=["cold", "standby"])
+@pytest.mark.parametrize(
+    "preload",
+    [pytest.param("none", id="cold"), pytest.param("json", id="standby", marks=pytest.mark.long)],
+)
 def test_a_job_of_the_pool_has_the_store_s_password_file(
     job: Job, guarded: EtcdCluster, preload: str
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_port_that_is_taken_is_retried_twice_without_budget_and_its_owner_name
     assert agent.exit_code() == 0
 
 
+@pytest.mark.long
 def test_ranks_that_each_find_a_port_are_warned_on_each_node(job: Job, tmp_path: Path) -> None:
     words = script(tmp_path, OWN_PORTS)
     agents = [
@@ -73,7 +74,10 @@ def etcd(net: Network) -> Iterator[EtcdCluster]:
         yield cluster
 
 
-@pytest.mark.parametrize(("verdict", "found"), [("drop", "no answer"), ("reject", "connection refused")])
+@pytest.mark.parametrize(
+    ("verdict", "found"),
+    [("drop", "no answer"), pytest.param("reject", "connection refused", marks=pytest.mark.long)],
+)
 def test_a_filter_is_named_with_node_and_port(
     job: Job, net: Network, etcd: EtcdCluster, verdict: str, found: str
 ) -> None:

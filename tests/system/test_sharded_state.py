@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .harness import Job
 
 SCRIPT = Path(__file__).with_name("sharding.py")
@@ -11,6 +13,7 @@ PRELOADED = "--preload=torch.distributed.fsdp,elastic_agent.worker"
 """What the script imports: less than what workers with DistributedDataParallel do."""
 
 
+@pytest.mark.long
 def test_what_only_a_node_that_stands_by_has_is_not_lost(job: Job, in_etcd: None) -> None:
     """Of 2 x 2 ranks on four nodes the second is lost: the two that go on have the same half, and a third the other."""
     options = (PRELOADED, "--nnodes=2:4", "--nodes-multiple-of=2", "--lease-ttl=60", "--last-call=60s")

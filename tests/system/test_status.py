@@ -10,6 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.etcd_servers import EtcdCluster
 
 from .etcd_jobs import assert_all_live, record_key
@@ -149,6 +151,7 @@ def test_a_job_that_has_to_wait_shows_for_what_from_both_sources(job: Job) -> No
         assert nodes(shown)["a"]["state"] == "standby"
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_the_age_that_its_own_node_counts(job: Job) -> None:
     script = job.folder / "save_once.py"
     script.write_text(SAVE_ONCE)

@@ -8,6 +8,8 @@ import signal
 import socket
 import ssl
 
+import pytest
+
 from .harness import Job
 from .processes import listening_ports
 
@@ -26,6 +28,7 @@ def test_when_the_store_host_is_stopped_all_end_and_the_message_names_it(job: Jo
         )
 
 
+@pytest.mark.long
 def test_a_name_that_a_living_agent_has_is_refused(job: Job) -> None:
     job.join("a", "--nnodes=1:2", "--lease-ttl=1")
     old = job.wait_for_training(world=1)

@@ -27,6 +27,7 @@ def slow_down(slow: Path, told: str) -> None:
     new.replace(slow)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job: Job) -> None:
     slow = job.folder / "slow"

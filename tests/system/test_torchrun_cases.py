@@ -27,6 +27,7 @@ FAST_LEASE = "--lease-ttl=2"
 PLACE = ("ROLE_NAME", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
+@pytest.mark.long
 def test_nodes_with_one_two_and_three_workers_add_up_call_each_other_and_return_results_by_rank(
     etcd: EtcdCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_failure_after_the_other_node_has_finished_restarts_both_and_at_last_e
         assert agent.says("2 failures, --max-restarts allows 1")
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_as_it_joins_is_not_waited_for(job: Job, etcd: EtcdCluster) -> None:
     """As a rule before there is a world: the first one waits for latecomers."""
     job.use_etcd(etcd)
@@ -114,6 +116,7 @@ def test_an_agent_that_is_killed_as_it_joins_is_not_waited_for(job: Job, etcd: E
     assert job.history(what="end", generation=newest.number)
 
 
+@pytest.mark.long
 def test_a_node_that_stood_by_to_the_end_ends_as_the_job_did(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
     until = job.folder / "until"

@@ -84,6 +84,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("trainer-start-*"))
 
 
+@pytest.mark.long
 def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Path) -> None:
     """Its name and its folder need quoting; nothing of the folder is removed, and the second life resumes."""
     place = tmp_path / 'it\'s "a" folder; $HOME'
@@ -111,6 +112,7 @@ def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Pat
     assert not files(folder)
 
 
+@pytest.mark.long
 def test_the_example_as_it_stands(tmp_path: Path, folder: Path) -> None:
     command = [sys.executable, EXAMPLES / "trainer_start.py", tmp_path / "run"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
@@ -156,6 +158,7 @@ def test_the_next_start_removes_what_a_killed_one_has_left(
         assert files(folder) == [path.parent]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("trainer", "more", "told"),
     [
@@ -189,5 +192,6 @@ def test_a_trainer_resumes_only_after_its_first_checkpoint(example: Any, tmp_pat
     assert {each["lr"] for each in seen} == {0.1}
 
 
+@pytest.mark.long
 def test_a_class_within_a_class_is_found(example: Any) -> None:
     assert example.class_at({"module": __name__, "name": "OfThisModule.Inner"}) is OfThisModule.Inner

@@ -36,6 +36,7 @@ def test_a_hang_on_one_node_is_ended_named_and_restarted(job: Job) -> None:
     assert job.generations()[-1].number == second.number == 2
 
 
+@pytest.mark.long
 def test_a_collective_that_does_not_end_meets_the_timeout_of_the_process_group(job: Job) -> None:
     script = job.folder / "stuck.py"
     script.write_text(STUCK)

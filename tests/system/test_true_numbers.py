@@ -121,6 +121,7 @@ def story(job: Job) -> Story:
     return Story(job)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # five generations, each with an import of torch
 def test_every_number_is_what_happened(job: Job, story: Story) -> None:
     a = story.join("a")

@@ -20,7 +20,7 @@ def run(worlds: Worlds, scenario: str, directory: Path, **more: Any) -> list[dic
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("partial", ["'rows.0' of part 'table'", "redistribute it"]),
+        pytest.param("partial", ["'rows.0' of part 'table'", "redistribute it"], marks=pytest.mark.long),
         (
             "shards",
             [
@@ -52,7 +52,7 @@ def test_what_can_be_told_by_type_is_refused_before_training(worlds: Worlds, tmp
     ("kind", "name"),
     [
         ("late_feedback", "'0' of part 'compression'"),
-        ("late_in_optimizer", "'state.0.error' of part 'optimizer'"),
+        pytest.param("late_in_optimizer", "'state.0.error' of part 'optimizer'", marks=pytest.mark.long),
     ],
 )
 def test_error_feedback_that_begins_late_is_refused_when_it_has_begun(
@@ -67,12 +67,14 @@ def test_error_feedback_that_begins_late_is_refused_when_it_has_begun(
         ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_shards_that_were_equal_at_the_beginning_are_refused_after_it(worlds: Worlds, tmp_path: Path) -> None:
     for answer in run(worlds, "save_what_has_just_begun", tmp_path):
         assert answer["first"] is True
         assert answer["raised"] == "NotReplicated"
 
 
+@pytest.mark.long
 def test_what_differs_by_right_is_saved(worlds: Worlds, tmp_path: Path) -> None:
     """Statistics of BatchNorm, numbers, and what is declared to be rank 0's."""
     answers = run(worlds, "save_unequal", tmp_path / "ddp", kind="ddp", times=2)
@@ -83,7 +85,13 @@ def test_what_differs_by_right_is_saved(worlds: Worlds, tmp_path: Path) -> None:
     assert [answer["returned"] for answer in answers] == [[True]] * 2
 
 
-WAYS = ["remember", "memory_every", "just in time", "keep", "keep alone"]
+WAYS = [
+    "memory_every",
+    *(
+        pytest.param(way, marks=pytest.mark.long)
+        for way in ("remember", "just in time", "keep", "keep alone")
+    ),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,6 +102,7 @@ def test_no_way_into_memory_is_open_to_what_is_not_the_same(worlds: Worlds, tmp_
     assert [answer["copies"] for answer in answers] == [[]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_into_memory_is_open_to_what_is_the_same(worlds: Worlds, tmp_path: Path, way: str) -> None:
     answers = run(worlds, "copy_unequal", tmp_path / "x", kind="ddp", way=way)
@@ -101,12 +110,14 @@ def test_every_way_into_memory_is_open_to_what_is_the_same(worlds: Worlds, tmp_p
     assert set(answers[0]["copies"]) == {1}
 
 
+@pytest.mark.long
 def test_a_copy_does_not_wait_for_ever_for_a_rank_that_does_not_come(worlds: Worlds, tmp_path: Path) -> None:
     answers = run(worlds, "copy_where_one_rank_does_not_come", tmp_path / "x")
     assert answers[0]["remembered"] == [False, False]
     assert worlds.errors.read_text().count("not all ranks have come to this step") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "growing"])
 def test_ranks_are_compared_once(worlds: Worlds, tmp_path: Path, kind: str) -> None:
     """Also where rank 0's own table grows with each step: the other ranks would not come to compare it."""
@@ -114,6 +125,7 @@ def test_ranks_are_compared_once(worlds: Worlds, tmp_path: Path, kind: str) -> N
     assert answers == [{"looks": 1, "remembered": [True] * 5}] * 2
 
 
+@pytest.mark.long
 def test_ranks_of_other_nodes_are_compared_too_and_copy_nothing_of_rank_0s(
     worlds: Worlds, tmp_path: Path
 ) -> None:
@@ -121,6 +133,7 @@ def test_ranks_of_other_nodes_are_compared_too_and_copy_nothing_of_rank_0s(
     assert answers == [{"looks": 1, "remembered": [copied] * 5} for copied in (True, False)]
 
 
+@pytest.mark.long
 def test_a_second_load_begins_another_comparison(worlds: Worlds, tmp_path: Path) -> None:
     assert run(worlds, "load_twice", tmp_path / "x") == [{"remembered": [True, True]}] * 2
 
@@ -128,12 +141,14 @@ def test_a_second_load_begins_another_comparison(worlds: Worlds, tmp_path: Path)
 # ---------------------------------------------------------------- a load while a save is under way
 
 
+@pytest.mark.long
 def test_a_load_ends_the_save_that_is_under_way(worlds: Worlds, tmp_path: Path) -> None:
     for answer in run(worlds, "load_after_a_save", tmp_path / "x", refused=False):
         assert (answer["saved"], answer["returned"]) == (True, 1)
         assert "step-000000000001.json" in answer["files"]
 
 
+@pytest.mark.long
 def test_what_became_of_that_save_is_heard_by_all_ranks(worlds: Worlds, tmp_path: Path) -> None:
     for answer in run(worlds, "load_after_a_save", tmp_path / "x", refused=True):
         assert answer["raised"] == "Fenced"

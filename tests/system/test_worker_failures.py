@@ -21,7 +21,7 @@ def two_nodes(job: Job, *options: str, script: tuple[object, ...] = (RECORDER,))
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV")],
+    [(signal.SIGKILL, "SIGKILL"), pytest.param(signal.SIGSEGV, "SIGSEGV", marks=pytest.mark.long)],
 )
 def test_a_worker_that_a_signal_ends_brings_a_new_generation(job: Job, number: int, words: str) -> None:
     agent = job.start("a", "--nproc-per-node=2")
@@ -50,6 +50,7 @@ def test_a_failure_on_one_node_restarts_all_nodes_and_counts_once_everywhere(job
     assert {start["env"]["TORCHELASTIC_RESTART_COUNT"] for start in newest.starts.values()} == {"2"}
 
 
+@pytest.mark.long
 def test_a_survivor_that_ignores_sigterm_is_killed_after_the_failure_grace(job: Job) -> None:
     script = (RECORDER, "--ignore-sigterm", "--fault=1:0:5:1")
     job.start("a", "--nproc-per-node=2", script=script)
@@ -71,6 +72,7 @@ def test_the_summary_names_the_rank_that_failed_first_and_shows_its_traceback(jo
         assert agent.says(r"fault\.happen\(\)"), "the traceback's frames"
 
 
+@pytest.mark.long
 def test_an_error_file_written_by_torch_is_what_the_summary_shows(job: Job) -> None:
     report = (
         '{"message": {"message": "ValueError: from the error file", "extraInfo": {"py_callstack": "deep"}}}'
@@ -88,6 +90,7 @@ def test_an_error_file_written_by_torch_is_what_the_summary_shows(job: Job) -> N
     assert agent.says("exit code 7")
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_early_with_success_waits_for_the_others(job: Job) -> None:
     agents = two_nodes(job, script=(RECORDER, "--fault=*:1:5:0", "--steps=60"))
     assert [agent.exit_code() for agent in agents] == [0, 0]
@@ -95,6 +98,7 @@ def test_a_rank_that_ends_early_with_success_waits_for_the_others(job: Job) -> N
     assert job.history(what="end", rank=0), "the other one came to its own end"
 
 
+@pytest.mark.long
 def test_a_failure_after_another_rank_has_ended_restarts_both(job: Job) -> None:
     script = (RECORDER, "--fault=1:1:3:0", "--fault=1:0:20:1", "--steps=30")
     agent = job.start("a", "--nproc-per-node=2", script=script)
@@ -117,7 +121,7 @@ def test_progress_forgives_failures(job: Job) -> None:
     assert agent.process.poll() is None
 
 
-@pytest.mark.parametrize(("budget", "runs"), [(0, 1), (2, 3)])
+@pytest.mark.parametrize(("budget", "runs"), [pytest.param(0, 1, marks=pytest.mark.long), (2, 3)])
 def test_max_restarts_counts_the_failures_of_all_nodes_together(job: Job, budget: int, runs: int) -> None:
     """Each time another rank on another node fails, with another code: no loop, just too many failures."""
     script = (RECORDER, "--fault=1:0:3:11", "--fault=2:1:3:22", "--fault=3:0:3:33", "--fault=4:1:3:44")
@@ -128,6 +132,7 @@ def test_max_restarts_counts_the_failures_of_all_nodes_together(job: Job, budget
         assert agent.says(f"{runs} failures, --max-restarts allows {budget}")
 
 
+@pytest.mark.long
 def test_a_command_that_does_not_exist_is_named_and_nothing_is_started(job: Job) -> None:
     agent = job.start("a", "--no-python", script=("no-such-program",))
     assert agent.exit_code() == 78
@@ -141,6 +146,7 @@ def kill_and_measure(job: Job, old: Generation, rank: int, world: int) -> float:
     return min(start["at"] for start in new.starts.values()) - killed_at
 
 
+@pytest.mark.long
 def test_many_kills_in_a_row_are_survived_in_order(job: Job) -> None:
     job.start("a", "--nproc-per-node=2", "--max-restarts=1000")
     for kill in range(6):
@@ -149,6 +155,7 @@ def test_many_kills_in_a_row_are_survived_in_order(job: Job) -> None:
         kill_and_measure(job, old, kill % 2, world=2)
 
 
+@pytest.mark.long
 def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) -> None:
     few_files = (
         "sh",
@@ -164,6 +171,7 @@ def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) 
     assert not job.processes()
 
 
+@pytest.mark.long
 def test_a_rank_that_lives_on_after_the_others_have_ended_is_ended_as_a_hang(job: Job) -> None:
     options = ("--nnodes=2", "--hang-timeout=2s")
     worker = (RECORDER, "--report", "--steps=20", "--fault=1:0:10:hang")
@@ -174,6 +182,7 @@ def test_a_rank_that_lives_on_after_the_others_have_ended_is_ended_as_a_hang(job
     assert agents[1].says(r"generation 2 \(failure\): .*hang: ")
 
 
+@pytest.mark.long
 def test_the_other_nodes_name_the_rank_of_a_failure_that_is_survived(job: Job) -> None:
     worker = (RECORDER, "--steps=40", "--fault=1:0:10:raise")
     agents = {name: job.join(name, "--nnodes=2", script=worker) for name in ("a", "b")}

@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from elastic_agent.agent.workers.processes.spare_wire import FORK_SERVER, STORE
 from tests.etcd_servers import EtcdCluster
 
@@ -39,6 +41,7 @@ def memory_mb(pid: int) -> float:
     return int(found[1]) / 1024
 
 
+@pytest.mark.long
 def test_only_the_server_loads_torch_and_a_killed_one_costs_a_generation(job: Job) -> None:
     script = (PLAIN_DDP, job.folder / "checkpoint.pt", 1_000_000, 0.01)
     agent = job.start("a", "--nproc-per-node=2", script=script)
@@ -68,6 +71,7 @@ def test_with_etcd_the_agent_keeps_within_50_mb_when_it_has_done_all_that_it_doe
     assert not maps_torch(agent.pid)
 
 
+@pytest.mark.long
 def test_an_agent_that_is_killed_takes_the_server_with_it_also_from_its_import_of_torch(job: Job) -> None:
     (job.folder / "torch").mkdir()
     importing = job.folder / "importing"

@@ -61,6 +61,7 @@ def test_the_rank_that_sleeps_has_worked_longer(measured: list[dict[str, Any]], 
     assert own[1 - slow] < own[slow] / 2, "it waits for the other, and that is not its own time"
 
 
+@pytest.mark.long
 def test_the_models_are_the_same_without_it(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     without = train(tmp_path / "store", measured=False)
     for ours, theirs in zip(measured, without, strict=True):

@@ -136,6 +136,7 @@ def test_what_devices_compute_is_judged(
     assert bool(finding.advice) is (outcome is Outcome.FAIL)
 
 
+@pytest.mark.long
 def test_this_machine_passes() -> None:
     findings = run_checks(RECHECKS[:1], NEEDS)
     assert [(one.check, one.outcome) for one in findings] == [("arithmetic", Outcome.OK)]

@@ -445,6 +445,7 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path),), WORLD)
