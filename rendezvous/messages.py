@@ -127,7 +127,7 @@ class Exclusion:
     reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
     """A sentence for people."""
     fingerprint: Annotated[str, line(32)] = ""
-    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
+    """`exclusions.digest` of the failure: the same failure on another node shows that this node is not to blame."""
     times: Positive = 1
     """How often this node has been excluded in this job: the cool-down is twice as long each time."""
     by_operator: bool = False

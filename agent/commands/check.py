@@ -52,7 +52,7 @@ from ...health.checks.runner import checks_for, run_checks
 from ...rendezvous.errors import StoreError
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Put, ScopedStore, Store
-from ...rendezvous.store.wire import check_of
+from ...rendezvous.store.store_kind import check_of
 from ...rendezvous.text import counted
 from ...threads import Thread
 from ...worker.wire.environment import WorkerEnv

@@ -32,8 +32,13 @@ from ..records import WORLD_KEY, World
 from ..store.interface import Change, Compare, Delete, Outcome, Put, in_scopes
 from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
-from ..store.wire import (
+from .link import (
+    CONNECT_TIMEOUT,
+    IDLE_TIMEOUT,
+    META_KEY,
     PENDING_S,
+    REPLY_LIMIT_BYTES,
+    REQUEST_QUEUE,
     Caller,
     Changes,
     LongPoll,
@@ -44,8 +49,8 @@ from ..store.wire import (
     decode_request,
     encode_meta,
     encode_reply,
+    reply_queue,
 )
-from .link import CONNECT_TIMEOUT, IDLE_TIMEOUT, META_KEY, REPLY_LIMIT_BYTES, REQUEST_QUEUE, reply_queue
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

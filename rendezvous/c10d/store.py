@@ -50,21 +50,25 @@ from ..store.interface import (
     Watch,
 )
 from ..store.store_kind import retry_connect
-from ..store.wire import (
+from .link import (
     PENDING_S,
     Call,
     Changes,
     Done,
     Granted,
     KeepAlive,
+    Link,
+    LinkBroken,
     LongPoll,
+    PortClosed,
     Refused,
     Result,
     Revoke,
     Transact,
+    open_link,
+    probe_port,
     refused,
 )
-from .link import Link, LinkBroken, PortClosed, open_link, probe_port
 
 REQUEST_TIMEOUT_S = 5.0
 

@@ -31,18 +31,22 @@ from dataclasses import replace
 
 from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, World
 from ..text import counted
-from .candidates import first_that_fit, last_call_ends, named, newcomers, why_full
 from .exclusions import left_out, settled
 from .inquiries import hinders, inquire, sooner
 from .next_world import (
     best_step,
     close,
     end,
+    first_that_fit,
     host_left,
+    last_call_ends,
     leaving_host,
     lost,
+    named,
+    newcomers,
     only_leavers_keep,
     root_failure,
+    why_full,
     without_excluded,
 )
 from .view import Decision, Policy, Publish, View, Wait, in_force

@@ -26,7 +26,7 @@ from ...health.hang_report import (
     Urgency,
 )
 from ..records import MAX_TEXT, Cause, CauseKind, Failure, NodeRecord, Phase, World
-from .candidates import named
+from .next_world import named
 from .view import Publish, View, Wait
 
 FIRST_PAUSE_S = 5.0

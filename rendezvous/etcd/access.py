@@ -1,4 +1,4 @@
-"""Where an etcd cluster is and how it lets us in: its members' addresses, where a job's keys lie, and TLS.
+"""What each connection to an etcd cluster needs: where it is, how it lets us in, and gRPC with the messages of its API.
 
 Every key of a job is under `<prefix>/<job>/`. The closing slash keeps `job1` out of `job10`, and a job's name
 is one part of the path, whatever characters it has, so that one role of etcd can be granted one job.
@@ -7,24 +7,139 @@ One address is talked to at a time, the next one when it gives trouble. Names ar
 because a dead name server blocks for longer than a lease lives. The last good answer stays in use until a better one
 comes. gRPC reports "Socket closed" for most mistakes with TLS. So while no member has answered yet, a handshake with
 the standard library finds out what an operator has to change.
+
+`etcd.proto` declares the messages. They are in a pool of our own, so that they share a process with those of any other
+client of etcd, and load with every implementation of protobuf. What etcd has besides is left out: a reader skips fields
+that it does not know. gRPC reads two choices from the environment while it loads, which are set only meanwhile:
+processes that this one starts must not inherit them. Loading takes a tenth of a second and 20 MB, so it is done when
+the first etcd store is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ...threads import Thread
 from ..errors import StoreRefused
 from ..store.store_kind import Access, Tls
-from .rpc import Rpc
+
+if TYPE_CHECKING:
+    import ssl
+
+PACKAGE = "elastic_agent.etcd"
+"""Names are no part of what is sent."""
+
+PROTO = Path(__file__).with_name("etcd.proto")
+
+_TOKEN = re.compile(
+    r"(?P<block>message|enum|oneof) (?P<name>\w+) \{"
+    r"|(?P<repeated>repeated )?(?P<type>\w+) (?P<field>\w+) = (?P<number>\d+);"
+    r"|(?P<value>\w+) = (?P<of>\d+);"
+    r"|(?P<end>\})"
+)
+
+
+def _messages() -> Any:
+    """The classes by their names."""
+    from google.protobuf import descriptor_pb2, descriptor_pool
+    from google.protobuf.message_factory import GetMessageClass
+
+    pool = descriptor_pool.DescriptorPool()
+    declared = _declared(descriptor_pb2)
+    pool.AddSerializedFile(declared.SerializeToString())
+    names = [message.name for message in declared.message_type]
+    classes = {name: GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in names}
+    return SimpleNamespace(**classes)
+
+
+def _declared(descriptor_pb2: Any) -> Any:
+    """`PROTO` as protoc would describe it."""
+    file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
+    field_type = descriptor_pb2.FieldDescriptorProto.Type
+    label = descriptor_pb2.FieldDescriptorProto.Label
+    message: Any = None
+    enum: Any = None
+    in_oneof = False
+    for found in _TOKEN.finditer(PROTO.read_text()):
+        if found["block"] == "message":
+            message = file.message_type.add(name=found["name"])
+        elif found["block"] == "enum":
+            enum = message.enum_type.add(name=found["name"])
+        elif found["block"] == "oneof":
+            message.oneof_decl.add(name=found["name"])
+            in_oneof = True
+        elif found["end"]:
+            enum, in_oneof = None, False
+        elif found["value"]:
+            enum.value.add(name=found["value"], number=int(found["of"]))
+        else:
+            field = message.field.add(name=found["field"], number=int(found["number"]))
+            field.label = label.Value("LABEL_REPEATED" if found["repeated"] else "LABEL_OPTIONAL")
+            if found["type"].islower():
+                field.type = field_type.Value(f"TYPE_{found['type'].upper()}")
+            else:  # a message, or an enum of this message
+                nested = found["type"] in (one.name for one in message.enum_type)
+                field.type = field_type.Value("TYPE_ENUM" if nested else "TYPE_MESSAGE")
+                within = f"{PACKAGE}.{message.name}" if nested else PACKAGE
+                field.type_name = f".{within}.{found['type']}"
+            if in_oneof:
+                field.oneof_index = 0
+    return file
+
+
+WHILE_LOADING = {
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # with it, starting a process may dead-lock
+    "GRPC_VERBOSITY": "NONE",  # it writes to stderr what our own errors say
+}
+
+WAKES_S = 10.0
+"""gRPC wakes a thread that waits for an answer now and then, so that Python can handle signals. Its own 0.1 s is for
+Python 2, whose waits no signal interrupts, and was a fifth of an idle agent's cost. An answer wakes it at once."""
+
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    grpc: Any
+    messages: Any
+
+
+def load() -> Rpc:
+    with _loading, _variables_for_grpc():
+        import grpc
+        import grpc._common
+
+        grpc._common.MAXIMUM_WAIT_TIMEOUT = WAKES_S
+        grpc.insecure_channel("ipv4:127.0.0.1:1").close()  # it reads its settings with the first channel
+    return Rpc(grpc, _messages())
+
+
+@contextlib.contextmanager
+def _variables_for_grpc() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in WHILE_LOADING}
+    os.environ.update(WHILE_LOADING)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
 
 RESOLVE_PAUSE_S = 1.0
 """Trouble comes in bursts; names are not asked more often than this."""
@@ -141,9 +256,6 @@ class Addresses:
     def _asked(self) -> None:
         self._asking = None
 
-
-if TYPE_CHECKING:
-    import ssl
 
 ALERT_WAIT_S = 0.2
 """How long a member may take to refuse our certificate after a handshake that went well on our side (TLS 1.3)."""

@@ -36,8 +36,7 @@ from typing import Any
 
 from ..errors import LeaseExpired, StoreClosed, StoreError, StoreRefused, StoreUnavailable
 from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access
-from .access import Address, Addresses, credentials, following, handshake_problem, root_of
-from .rpc import load
+from .access import Address, Addresses, credentials, following, handshake_problem, load, root_of
 
 CHANNEL_LIFE_S = 0.25
 """Once every address has failed in turn, a channel is not replaced before this age: gRPC tries it again by itself."""

@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 from ...health.hang_report import HangReport, HangSuspicion
 from ...health.stragglers import Paces
-from ..coordinator.candidates import differences_from_job, why_idle
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
+from ..coordinator.next_world import differences_from_job, why_idle
 from ..coordinator.view import Decision, Policy, View, Wait
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness import LeaseValidity, Peer, ProbeResult
@@ -55,11 +55,9 @@ from ..store.interface import (
     Snapshot,
     Subscription,
 )
-from .deadlines import Deadlines, LeaveTimes
-from .membership_view import MembershipView, world_of
+from .deadlines import CoolDown, Deadlines, JoinHold, LeaveTimes
 from .node_actions import Action, Leave, Refusal, Stay, Stop, next_action
-from .self_checks import READ_WORLD, CoolDown, JoinHold
-from .session import NodeSnapshot, Session, newest, snapshot_of
+from .session import MembershipView, NodeSnapshot, Session, newest, snapshot_of, world_of
 from .transactions import (
     RETRY,
     Evict,
@@ -365,7 +363,7 @@ class Participant:
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
             for gone, entry in zip(request.compares, answer.entries, strict=True):
                 session.membership.see_node(gone.key, entry, answer.revision, now)
-        elif request == READ_WORLD and isinstance(answer, Snapshot):
+        elif isinstance(request, Read) and request.scopes == (WORLD_KEY,) and isinstance(answer, Snapshot):
             world = next((world_of(entry, self.policy.job) for entry in answer.entries), None)
             self._refusal = self._refusal or self._hold.see_world(world)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):

@@ -79,6 +79,12 @@ class Access:
         return ",".join(map(str, self.endpoints))
 
 
+def check_of(job: str) -> str:
+    """The job that checks the nodes of this one. Where it hosts the store, the store ends with the check, so the agents
+    of the job wait for its end."""
+    return f"{job[:120]}.check"
+
+
 @dataclass(frozen=True, slots=True)
 class StoreKind:
     name: str

@@ -22,7 +22,23 @@ from elastic_agent.rendezvous.c10d import host as c10d_host_module
 from elastic_agent.rendezvous.c10d import link as c10d_link_module
 from elastic_agent.rendezvous.c10d import store as c10d_store_module
 from elastic_agent.rendezvous.c10d.host import QUIET_S, C10dHost
-from elastic_agent.rendezvous.c10d.link import META_KEY, REQUEST_QUEUE, reply_queue
+from elastic_agent.rendezvous.c10d.link import (
+    META_KEY,
+    PENDING_S,
+    REQUEST_LIMIT_BYTES,
+    REQUEST_QUEUE,
+    SCHEMA,
+    Caller,
+    Done,
+    LongPoll,
+    Reply,
+    Request,
+    Transact,
+    decode_reply,
+    encode_reply,
+    encode_request,
+    reply_queue,
+)
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import (
     Compacted,
@@ -34,21 +50,7 @@ from elastic_agent.rendezvous.errors import (
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Read, Snapshot
 from elastic_agent.rendezvous.store.kv_state import HISTORY
-from elastic_agent.rendezvous.store.wire import (
-    PENDING_S,
-    REQUEST_LIMIT_BYTES,
-    SCHEMA,
-    Caller,
-    Done,
-    LongPoll,
-    Reply,
-    Request,
-    Transact,
-    check_of,
-    decode_reply,
-    encode_reply,
-    encode_request,
-)
+from elastic_agent.rendezvous.store.store_kind import check_of
 from tests.stopping import stop
 
 ADDRESS = "127.0.0.1"

@@ -917,12 +917,12 @@ def test_our_messages_are_those_of_etcd() -> None:
         "warnings.simplefilter('ignore')\n"
         "from etcd3 import etcdrpc\n"
         "from etcd3.etcdrpc import kv_pb2\n"
-        "from elastic_agent.rendezvous.etcd import rpc\n"
+        "from elastic_agent.rendezvous.etcd import access\n"
         "def form(field):\n"
         "    kind = field.message_type or field.enum_type\n"
         "    oneof = field.containing_oneof\n"
         "    return (field.number, field.type, field.is_repeated, kind and kind.name, oneof and oneof.name)\n"
-        "for name, ours in sorted(vars(rpc._messages()).items()):\n"
+        "for name, ours in sorted(vars(access._messages()).items()):\n"
         "    theirs = (getattr(etcdrpc, name, None) or getattr(kv_pb2, name)).DESCRIPTOR\n"
         "    for field in ours.DESCRIPTOR.fields:\n"
         "        assert form(field) == form(theirs.fields_by_name[field.name]), (name, field.name)\n"
@@ -933,27 +933,3 @@ def test_our_messages_are_those_of_etcd() -> None:
         PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
     )
     assert (len(done.stdout.split()), done.stderr) == (25, "")
-
-
-def test_with_a_protobuf_that_makes_no_messages_of_ours_those_of_etcd3_are_used(single: EtcdCluster) -> None:
-    done = in_python(
-        "from google.protobuf import message_factory\n"
-        "del message_factory.GetMessageClass\n"
-        "from tests.etcd_servers import etcd_access\n"
-        "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
-        f"store = EtcdStore.connect(etcd_access({single.endpoints!r}))\n"
-        "print(store._connection.rpc.messages.__name__)",
-        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
-    )
-    assert (done.stdout, done.stderr) == ("etcd3.etcdrpc\n", "")
-
-
-def test_where_neither_loads_it_is_said_what_to_install(single: EtcdCluster) -> None:
-    done = in_python(
-        "from google.protobuf import message_factory\n"
-        "del message_factory.GetMessageClass\n"
-        "from elastic_agent.rendezvous.etcd.rpc import load\n"
-        "load()",
-        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="upb",
-    )
-    assert "StoreRefused: the etcd store cannot be used with this version of protobuf" in done.stderr

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_agent.agent.commands.control import JobStore
-from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW
+from elastic_agent.rendezvous.coordinator.exclusions import MOST_IN_A_ROW
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
 from elastic_agent.rendezvous.messages import Recheck

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator import blame, next_world
+from elastic_agent.rendezvous.coordinator import next_world
 from elastic_agent.rendezvous.node import session
 from elastic_agent.rendezvous.node.participant import Participant
 
@@ -239,7 +239,7 @@ def test_a_coordinator_that_blames_the_last_node_that_failed_is_caught(how: str)
 
 
 def test_a_failure_that_moves_and_clears_no_node_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blame, "moved", lambda *_: ())
+    monkeypatch.setattr(next_world, "moved", lambda *_: ())
     monkeypatch.setattr(Participant, "recheck_due", lambda self, now: False)
     with pytest.raises(PromiseBroken, match=r"I13: what failed there fails elsewhere, too"):
         Alike(0, "rank 0").play()

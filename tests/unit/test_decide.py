@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from elastic_agent.rendezvous import records
-from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW, digest
-from elastic_agent.rendezvous.coordinator.candidates import why_refused
 from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
-from elastic_agent.rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out, readmit
+from elastic_agent.rendezvous.coordinator.exclusions import (
+    BY_OPERATOR,
+    MOST_IN_A_ROW,
+    digest,
+    exclude,
+    left_out,
+    readmit,
+)
+from elastic_agent.rendezvous.coordinator.next_world import why_refused
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View, Wait
 from elastic_agent.rendezvous.messages import (
@@ -1160,33 +1166,6 @@ def test_each_exclusion_of_a_node_has_the_next_number() -> None:
         assert isinstance(decision, Publish)
         (row,) = decision.world.exclusions
         assert (row.times, row.readmitted) == (times, False)
-
-
-def test_the_same_failure_on_another_node_shows_that_the_first_was_not_to_blame() -> None:
-    """Rank 0's part of the script fails, wherever it runs."""
-    once_out = replace(
-        stopping(A, B, kind=CauseKind.FAILURE, limits=LIMITS),
-        restarts=Restarts(exclusions=1),
-        exclusions=(OUT,),
-    )
-    decision = blamed(once_out, SA, SB, C)
-    assert isinstance(decision, Publish)
-    assert [(one.node, one.readmitted) for one in decision.world.exclusions] == [("c", True)]
-    assert short(decision) == "running 5 [a b c] failure a"
-    again = replace(
-        once_out,
-        restarts=replace(ONCE, culprit="a-1", exclusions=1),
-        exclusions=decision.world.exclusions,
-        limits=replace(LIMITS, min_nodes=1),
-    )
-    assert short(blamed(again, SA, SB)) == "running 5 [a b] failure a", "nor is the second"
-    long_since = replace(again, restarts=replace(TWICE, culprit="a-1", exclusions=1))
-    assert short(blamed(long_since, SA, SB)) == "running 5 [a b] failure a"
-    assert short(blamed(long_since, LONG, SB)) == "running 5 [a b] failure a", "not as long as it has rank 0"
-    assert (
-        short(blamed(replace(long_since, members=assign_ranks((B, A))), SB, LONG))
-        == "running 5 [b] failure a"
-    )
 
 
 def test_nodes_are_not_excluded_one_after_the_other_when_that_does_not_help() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous.messages import Limits, Program, Recheck, differences
+from elastic_agent.rendezvous.node.deadlines import STANDSTILL_S
 from elastic_agent.rendezvous.node.node_actions import Refusal
-from elastic_agent.rendezvous.node.self_checks import STANDSTILL_S
 from elastic_agent.rendezvous.records import (
     Failure,
     Phase,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.candidates import places
+from elastic_agent.rendezvous.coordinator.next_world import places
 
 COMES = None
 

@@ -9,18 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_agent.codec import Invalid
-from elastic_agent.rendezvous.store.interface import (
-    Change,
-    Compare,
-    Delete,
-    Entry,
-    Grant,
-    Outcome,
-    Put,
-    Read,
-    Snapshot,
-)
-from elastic_agent.rendezvous.store.wire import (
+from elastic_agent.rendezvous.c10d.link import (
     SCHEMA,
     Call,
     Caller,
@@ -39,6 +28,17 @@ from elastic_agent.rendezvous.store.wire import (
     decode_request,
     encode_reply,
     encode_request,
+)
+from elastic_agent.rendezvous.store.interface import (
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    Grant,
+    Outcome,
+    Put,
+    Read,
+    Snapshot,
 )
 
 CLIENT = "0123456789abcdef" * 2
