@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .messages import MAX_EXCLUSIONS, Exclusion, Limits, Program, Recheck
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 20
+SCHEMA = 21
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -284,8 +284,8 @@ TRANSITIONS: Mapping[Phase | None, frozenset[Phase]] = {
     Phase.ENDED: frozenset({Phase.RUNNING}),
 }
 """Which phase may follow in the key `world`; None: it is not there. RUNNING begins the next generation, but for RUNNING
-itself, which only learns that some workers have ended with success, or asks what those do that seem to hang. What an
-empty store begins with is `carried_over`, and no step of this table."""
+itself, which only asks what workers do that seem to hang, or readmits a node. What an empty store begins with is
+`carried_over`, and no step of this table."""
 
 
 class CauseKind(enum.Enum):
@@ -388,8 +388,6 @@ class World(Record):
     exclusions: Annotated[tuple[Exclusion, ...], AtMost(MAX_EXCLUSIONS)] = ()
     """At most one of each node, the oldest first."""
     standbys: tuple[Standby, ...] = ()
-    finishing: bool = False
-    """Some members' workers have all ended with success for a while now, and others' have not."""
     run: NameOrNone = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
     inquiry: HangProbe | None = None

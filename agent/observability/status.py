@@ -34,7 +34,7 @@ from .steps import StepRate
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 10
+SCHEMA = 11
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 256 * 1024

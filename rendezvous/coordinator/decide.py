@@ -55,9 +55,6 @@ POLL_WAIT_S = 3.0
 """How long a planned change waits for workers that have not looked at their flag yet, when the job's workers do so:
 they may be in their first step. Training goes on meanwhile."""
 
-FINISHING_S = 5.0
-"""Nodes end within seconds of each other; those that have not ended by then learn that others have."""
-
 
 def decide(view: View, policy: Policy, now: float) -> Decision:
     """The next world, or what is being waited for. Only the coordinator acts on the answer."""
@@ -107,7 +104,8 @@ def _running(world: World, view: View, present: Sequence[NodeRecord], policy: Po
         detail = f"node {withdrawn.node} stopped its workers because it could not confirm its lease"
         return _stop(world, Cause(CauseKind.WITHDRAWN, withdrawn.node, detail))
     if done := [node for node in present if node.has(Condition.SUCCEEDED, world.generation)]:
-        return _finishing(world, view, done, present, now)
+        late = named([node for node in present if node not in done])
+        return Wait(f"the workers of {named(done)} have ended with success; waiting for those of {late}")
     asking = inquire(world, view, present, now)
     if asking is not None and hinders(asking, world):
         return asking
@@ -115,18 +113,6 @@ def _running(world: World, view: View, present: Sequence[NodeRecord], policy: Po
     if isinstance(decision, Publish):
         return decision
     return sooner(decision, asking)
-
-
-def _finishing(
-    world: World, view: View, done: Sequence[NodeRecord], present: Sequence[NodeRecord], now: float
-) -> Decision:
-    """Each node judges its own workers, once it knows that others have ended: only it sees whether they move."""
-    others = named([node for node in present if node not in done])
-    reason = f"the workers of {named(done)} have ended with success; waiting for those of {others}"
-    if world.finishing:
-        return Wait(reason)
-    due_at = min(view.succeeded_since.get(node.incarnation, now) for node in done) + FINISHING_S
-    return Wait(reason, due_at) if now < due_at else Publish(replace(world, finishing=True), reason)
 
 
 def _invite(world: World, view: View, present: Sequence[NodeRecord], policy: Policy, now: float) -> Decision:

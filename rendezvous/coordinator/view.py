@@ -70,8 +70,6 @@ class View:
     """All nodes are of a new run of the job: `world` had ended before the oldest of them came."""
     came_after: bool = False
     """The newest change of `world` is older than the oldest of the nodes."""
-    succeeded_since: Mapping[str, float] = field(default_factory=dict)
-    """Instant at which this node first saw the newest success of each incarnation."""
     inquiry_since: float = 0.0
     """Instant at which this node first saw the present inquiry of the world in its present state."""
 

@@ -76,8 +76,6 @@ class MembershipView:
         """Instant at which this node first saw each incarnation."""
         self.ready_since: dict[str, float] = {}
         """And at which it first saw it ready."""
-        self.succeeded_since: dict[str, float] = {}
-        """And at which it first saw its newest success."""
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
@@ -226,9 +224,6 @@ class MembershipView:
         self.arrivals.setdefault(record.incarnation, now)
         if record.ready:
             self.ready_since.setdefault(record.incarnation, now)
-        before, done = known[1] if known is not None else None, Condition.SUCCEEDED
-        if done in record.conditions and not (before and before.has(done, record.generation)):
-            self.succeeded_since[record.incarnation] = now
 
 
 def compared(before: Watched, world: World | None, nodes: Sequence[NodeRecord]) -> Watched:
@@ -382,7 +377,6 @@ class Session:
             gone,
             self.runs_again(policy),
             self.came_after_world(policy),
-            membership.succeeded_since,
             membership.inquiry_since,
         )
 

@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        20,
+        21,
         {
             "NodeRecord": (
                 "node incarnation address port slots http limits program node_rank "
@@ -46,7 +46,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program unproven exclusions standbys finishing run inquiry"
+                "limits_of program unproven exclusions standbys run inquiry"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
@@ -110,7 +110,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        10,
+        11,
         {
             "NodeStatus": (
                 "node incarnation state waiting_for phase_s "
@@ -121,8 +121,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Checkpoint": "step age_s",
             "Finding": "check outcome summary advice",
             "Outcome": "fail warn unknown ok",
-            "World": "records 20",
-            "NodeRecord": "records 20",
+            "World": "records 21",
+            "NodeRecord": "records 21",
         },
     ),
     "run file": (
