@@ -16,9 +16,10 @@ from ...health.stragglers import PaceComparison, Straggler, in_words
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.messages import Exclusion
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.session import ANNOUNCED_AFTER_S, NodeSnapshot
+from ...rendezvous.node.session import NodeSnapshot
 from ...rendezvous.records import Cause, CauseKind, Failure, Member, Phase, World
 from ...rendezvous.text import counted
+from ..common.events import ANNOUNCED_AFTER_S
 from ..output.journal import EventKind, Journal
 from ..output.log_files import run_folder
 from ..workers.processes.workers import WorkerGroup

@@ -132,14 +132,12 @@ class C10dStore(Store):
         job: str,
         timeout_s: float,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
-        rng: random.Random | None = None,
     ) -> C10dStore:
         """Join the store that another node hosts, or will host soon.
 
         Raises StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreMismatch at once.
         """
         store = cls(address, port, job, request_timeout_s)
-        rng = rng or random.Random()
         deadline = time.monotonic() + timeout_s
         refused: StoreUnavailable | None = None
 
@@ -153,7 +151,7 @@ class C10dStore(Store):
                 raise
 
         try:
-            retry_connect(look, deadline, rng)
+            retry_connect(look, deadline, random.Random())
         except StoreUnavailable as last:
             store.close()
             error = refused or last  # the last try may have had no time for an answer

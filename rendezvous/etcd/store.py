@@ -58,11 +58,7 @@ class EtcdStore(Store):
         """The life of the store in which it granted this client's newest lease."""
 
     @classmethod
-    def connect(
-        cls,
-        access: Access,
-        rng: random.Random | None = None,
-    ) -> EtcdStore:
+    def connect(cls, access: Access) -> EtcdStore:
         """Find a member that lets us read and write the job's keys, or only read them.
 
         Raises StoreRefused as soon as every address was tried and a person has to change something, and
@@ -70,7 +66,7 @@ class EtcdStore(Store):
         """
         if access.tls is not None:
             context(access.tls)
-        rng = rng or random.Random()
+        rng = random.Random()
         deadline = time.monotonic() + access.timeout_s
         connection = Connection(access, rng)
         store = cls(connection)

@@ -433,10 +433,6 @@ def newest(one: World | None, other: World | None) -> World | None:
     return one
 
 
-ANNOUNCED_AFTER_S = 1.0
-"""What has been waited for so long is in the log."""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
     """One node's state after a turn."""
