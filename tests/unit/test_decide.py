@@ -825,7 +825,12 @@ def test_a_broken_machine_is_out_whichever_failure_was_heard_first_and_does_not_
 
 
 def test_a_failure_that_moves_from_node_to_node_blames_no_second_one() -> None:
-    """An exception of the script, or what comes wherever rank 0 is, also after minutes of progress."""
+    """An exception of the script, or what comes wherever rank 0 is, also after minutes of progress. The first, if that
+    was just before, is readmitted."""
+    just_out = stopping(A, B, kind=CauseKind.FAILURE, limits=LIMITS, restarts=Restarts(exclusions=1))
+    again = published(blamed(replace(just_out, exclusions=(OUT,)), "a b c"))
+    assert [(one.node, one.readmitted) for one in again.exclusions] == [("c", True)]
+    assert [member.node for member in again.members] == ["a", "b", "c"]
     raised = replace(CRASH, cause="exception")
     ab = least(
         1, stopping(A, B, kind=CauseKind.FAILURE, restarts=replace(TWICE, culprit="a-1", same_fingerprint=0))
