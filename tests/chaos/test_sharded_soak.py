@@ -30,8 +30,9 @@ STEP_S = 0.01
 LEAST_STEPS = 6
 """Between two faults."""
 MOST_LOST = LEAST_STEPS - 1
-"""Every step is copied to memory, and to the partner unless the copy before is still on its way. So many are fewer than
-any generation does: also what it began at, which it saves to disk, would be too old."""
+"""Every step is copied to memory, and to the partner, unless the copy before is still on its way there, or the one
+before that on its way to disk. So many are fewer than any generation does: also what it began at, which it saves to
+disk, would be too old."""
 
 
 def plan(seed: int, kills: int) -> list[Fault]:

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.agent.checkpoints import processes, writer
 from elastic_agent.agent.checkpoints.processes import DiskWriter
@@ -135,7 +138,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(processes, "PAUSE_S", 0.0)
     monkeypatch.setattr(progress, "_reporter", None)
-    monkeypatch.setattr(async_save.atexit, "register", lambda _: None)
+    monkeypatch.setattr(async_save.atexit, "register", lambda *_: None)
     # Each Checkpointer stands for that of a process of its own.
     monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)
     agent = Agent(tmp_path)
@@ -201,6 +204,31 @@ def test_training_copies_on_while_a_save_is_written_and_the_slot_is_left_alone(
     (data,) = directory.glob("*.pt")
     assert not torch.load(data, weights_only=True)["state"]["meta"]["table"].any()
     assert Checkpointer(directory, {"meta": meta}).load() == 19
+
+
+def test_the_writer_of_a_sharded_state_is_there_before_its_first_save(
+    agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a writer starts, what was ordered holds one of two slots, the other one has the version that must stay:
+    for as long there are no copies, however short a step is."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=DeviceMesh("cpu", [0]))
+        with Checkpointer(directory, {"model": model}) as checkpoints:
+            agent.turn()
+            (pid,) = agent.writer.pids
+            saver = checkpoints._state._disk
+            saver._look_for_writer()  # it is awake, before anything was ordered
+            assert checkpoints.load() == 0
+            assert checkpoints.save_to_memory(9)
+            assert checkpoints.save(10)
+            assert checkpoints.save_to_memory(11)
+            wait_for(lambda: checkpoints.save_to_memory(12), "a slot that no writer reads")
+            assert checkpoints.wait()
+        assert (on_disk(directory), agent.writer.pids) == ([10], (pid,))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("who", ["the writer", "this process"])

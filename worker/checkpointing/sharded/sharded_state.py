@@ -53,6 +53,8 @@ class ShardedState(ShardSaving):
             keeps_common=local_rank_of(os.environ) == 0,
         )
         self._read_only = read_only
+        if self._disk.has_writer and not read_only:
+            self._disk.wake()
         self._was_accepted = False
         self._is_one_run = bool(env.run)
         """All ranks have the same run."""

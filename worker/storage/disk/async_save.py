@@ -129,6 +129,13 @@ class DiskSaver:
 
     # ---------------------------------------------------------------- a save in the background
 
+    def wake(self) -> None:
+        """Copies will be ordered: let the writer be there by then. The agent starts it at the first connection, and
+        while it starts it would hold the first copy, and with that keep others from being made."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            connection.connect(self._writer)
+
     def promise(self, save: Save) -> None:
         """It is to be written: `begin` follows, or `refuse`, or `finish` says that it did not."""
         assert self._outcome is None or self._outcome.done(), "one write at a time"
