@@ -182,6 +182,20 @@ def test_a_process_that_ends_at_once_is_tried_again_after_a_pause(
     agent.spares.close()
 
 
+def test_a_fork_server_whose_modules_close_its_socket_and_live_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "closing.py").write_text("import os, time; os.closerange(3, 64); time.sleep(600)")
+    agent = SpareKeeper("closing", PYTHONPATH=str(tmp_path)).start()
+    first = agent.preloaded
+    agent.run_until(lambda: "is gone: it has closed its socket" in caplog.text)
+    assert agent.spares.prepared(2), "no start waits for it"
+    assert gone(first)
+    agent.late_s += policy.RETRY_S
+    agent.run_until(lambda: agent.spares.sessions not in ((), (first,)))
+    agent.spares.close()
+
+
 def test_a_module_that_cannot_be_imported_is_named_and_the_others_are_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,6 +50,9 @@ main thread waits for what is left of it."""
 RETRY_S = 15.0
 """Before a fork server that has ended or hung is replaced: its imports need the cores of the workers."""
 
+ENDING_S = 1.0
+"""A fork server that has closed its socket, as one of its modules may do, is waited for to end."""
+
 ROOM_FOR_WORDS = 4096
 """In the command line that ps shows of a worker, see `show_process`."""
 
@@ -243,8 +246,9 @@ class Spares:
         except (OSError, Invalid) as error:
             self._failed(f"it has sent an invalid message: {error}")
             return
-        if received is None:
-            return  # it is ending
+        if received is None:  # mostly it is ending, and `_ended` will know how
+            self._io.later(ENDING_S, partial(self._post, partial(self._closed, server)))
+            return
         message = received[0]
         if isinstance(message, wire.CannotFork):
             self._end()
@@ -258,6 +262,10 @@ class Spares:
             for name, why in message.skipped.items():
                 log.warning("not preloaded: %s (%s); workers import it themselves", name, why)
         self._watch(server.channel, partial(self._read, server))
+
+    def _closed(self, server: _ForkServer) -> None:
+        if server is self._server:
+            self._failed("it has closed its socket, and has not ended")
 
     def _ended(self) -> None:
         if self._server is not None:
