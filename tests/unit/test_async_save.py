@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import select
+import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,24 @@ def test_a_save_that_was_promised_and_never_began_is_an_error_once(
     assert outcome == WriteOutcome(1, error="SaveFailed", reason="the GPU is gone")
     assert case.disk.finish() is None
     assert not case.disk.is_durable
+
+
+def test_a_fork_ends_without_the_write_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, answered = Case(tmp_path, monkeypatch, REFUSED), threading.Event()
+    monkeypatch.setattr(case.disk, "_answer", lambda _: answered.wait() and REFUSED)
+    case.begin()
+    child = os.fork()
+    if child == 0:
+        case.disk.end()
+        os._exit(0)
+    ended = select.poll()
+    ended.register(os.pidfd_open(child), select.POLLIN)
+    if not (in_time := bool(ended.poll(20_000))):
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    answered.set()
+    assert (in_time, status) == (True, 0)
+    assert case.disk.finish() == REFUSED, "the parent waits for it"
 
 
 def test_an_order_that_cannot_be_made_leaves_nobody_waiting(

@@ -110,6 +110,8 @@ class DiskSaver:
         """Of that save, until it is asked for."""
         self._newest: int | None = None
         self._durable: int | None = None
+        self._promised_by = 0
+        """The process whose thread ends that write: no fork of it has that thread."""
         atexit.register(self.end)
 
     @property
@@ -140,6 +142,7 @@ class DiskSaver:
         """It is to be written: `begin` follows, or `refuse`, or `finish` says that it did not."""
         assert self._outcome is None or self._outcome.done(), "one write at a time"
         self._save, self._newest, self._outcome = save, save.step, Future()
+        self._promised_by = os.getpid()
 
     def begin(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy, of the promised save, to the disk. `held` is closed when that is done."""
@@ -177,7 +180,7 @@ class DiskSaver:
         `lost` is why a copy that was promised to the disk may never have come here.
         """
         outcome, self._outcome = self._outcome, None
-        if outcome is None:
+        if outcome is None or (not outcome.done() and os.getpid() != self._promised_by):
             return None
         if not outcome.cancel():
             return outcome.result()
