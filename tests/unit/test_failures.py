@@ -45,7 +45,7 @@ from elastic_agent.worker.errors import (
     OtherRun,
     UnsupportedTraining,
 )
-from elastic_agent.worker.ranks.comparison import refuse_sharded
+from elastic_agent.worker.state.kinds import refuse_sharded
 
 FAILURE = Failure(
     generation=7,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated, Sharded
-from elastic_agent.worker.ranks.comparison import FEW, ROW, Comparison, digests_of, tensors_in
+from elastic_agent.worker.ranks.comparison import FEW_BYTES, ROW, Comparison, digests_of, tensors_in
 from elastic_agent.worker.ranks.group import RECORDS, Group
 
 
@@ -35,7 +35,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 3, 8 * FEW, 8 * FEW + 1, 30_011])
+@pytest.mark.parametrize("count", [1, 3, FEW_BYTES, FEW_BYTES + 1, 30_011])
 def test_each_bit_counts(dtype: torch.dtype, count: int) -> None:
     raw = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8)
     before = digest_of(raw.view(dtype))
@@ -67,12 +67,28 @@ def test_what_is_elsewhere_or_has_another_sign_is_another(
     assert digest_of(one) != digest_of(change(one))
 
 
-@pytest.mark.parametrize("count", [ROW * FEW, 1 << 16, 1 << 20])
+@pytest.mark.parametrize("count", [ROW << 10, 1 << 16, 1 << 20])
 @pytest.mark.parametrize("value", [-0.0, 2.0, 4.0])
 def test_what_is_the_same_everywhere_does_not_cancel_out(count: int, value: float) -> None:
     """The bits of some numbers are zero but for the highest, and as many as a power of two add up to zero."""
     zeros = torch.zeros(count, dtype=torch.float64)
     assert digest_of(zeros) != digest_of(torch.full_like(zeros, value))
+
+
+@pytest.mark.parametrize("change", [1, -7, 1 << 31, 1 << 32, 1 << 52, 1 << 63], ids=hex)
+@pytest.mark.parametrize("columns", [(0, 1), (3, 100), (0, 126)])
+@pytest.mark.parametrize("rows", [(0, 127), (0, 128), (0, 255), (255, 510), (0, 127 * 255)])
+def test_changes_in_two_rows_and_two_columns_do_not_cancel_out(
+    rows: tuple[int, int], columns: tuple[int, int], change: int
+) -> None:
+    """As in a grid of any width: all sums of rows and of columns stay what they were."""
+    one = torch.arange(100_000) * 2**40
+    other = one.clone()
+    for row, column, sign in zip(
+        (rows[0], rows[0], rows[1], rows[1]), (*columns, *columns), (1, -1, -1, 1), strict=True
+    ):
+        other[row + column] += (sign * change + 2**63) % 2**64 - 2**63
+    assert digest_of(one) != digest_of(other)
 
 
 @pytest.mark.parametrize("seed", range(5))

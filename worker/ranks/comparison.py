@@ -1,17 +1,14 @@
 """Whether rank 0's state may stand for that of all ranks, which is what a Checkpointer saves and every rank loads.
 
 State of which each rank has only a part must never be saved so: the other ranks would go on with a part that is not
-theirs, and nothing would show it. A Checkpointer that is made of sharded parts saves the shards of each rank, see
-`checkpointing.sharded`. Refused here are parts that were sharded later, and those that no type shows: tensor
-parallelism and ZeRO with plain tensors, PowerSGD's error feedback. What the script declares to be each rank's own is
-saved by each rank, and not compared. Two checks refuse it, by name:
+theirs, and nothing would show it. What has a type that shows it is refused before (`kinds.refuse_sharded`); tensor
+parallelism and ZeRO with plain tensors, and PowerSGD's error feedback, have none.
 
-1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
-2. By a digest of names, shapes, dtypes, and all bits. Each rank makes its own and all compare them: at every save and
-   at the end of a planned change, where all meet anyway; and through the process group's store where no rank may wait
-   for another (copies in memory). On the CPU, where it takes as long as a copy or two, bits are compared once after
-   training has changed the state, and again when a part that is no module holds more tensors than it did then: error
-   feedback begins late. On a device, where it takes no time to speak of, they are compared at every save.
+So each rank makes a digest of names, shapes, dtypes, and all bits, and all compare theirs: at every save and at the end
+of a planned change, where all meet anyway; and through the process group's store where no rank may wait for another
+(copies in memory). On the CPU, where it takes as long as a few copies, bits are compared once after training has
+changed the state, and again when a part that is no module holds more tensors than it did then: error feedback begins
+late. On a device, where it takes no time to speak of, they are compared at every save.
 
 Ranks differ by right in the buffers of modules (statistics of BatchNorm), of which names and shapes are compared
 only, in all that is no tensor, and in parts that the script has declared to be rank 0's.
@@ -19,6 +16,7 @@ only, in all that is no tensor, and in parts that the script has declared to be 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -32,15 +30,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, NotPlainData, NotReplicated, Sharded
-from ..state.kinds import (
-    SHARDED_TENSORS,
-    SHARDING_MODULES,
-    SHARDING_OPTIMIZERS,
-    is_sharded,
-    is_spread,
-    kind_of,
-)
+from ..errors import CheckpointError, NotReplicated
+from ..state.kinds import refuse_sharded, refuse_tensor
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
 from .group import Group, raise_together, tried
@@ -54,81 +45,21 @@ REFUSED = hashlib.sha256(b"refused").digest()
 """In the place of a digest, where a state was refused."""
 DIGEST_BYTES = len(REFUSED)
 
-ROW = 127
-"""Words of 8 bytes that are added up to one. An odd number: what all of them have in common does not cancel out."""
-FEW = 1024
-"""Words that stay as they are."""
+ROW = 255
+"""Values that are added up to one. An odd number: what all of them have in common does not cancel out."""
+FEW_BYTES = 8192
+"""That stay as they are."""
+ROWS_ON_CPU, ROWS_ON_DEVICE = 128, 1 << 14
+"""That are weighed at once. On the CPU no more than torch leaves to one thread: several would wait for each other for
+seconds where all cores are busy. On a device 33 MB, which a full one still has."""
 
-_TOO_LATE = (
-    "it was sharded after the Checkpointer was made: make the Checkpointer after fully_shard(), "
-    "FullyShardedDataParallel() or parallelize_module()"
-)
-_HIDDEN = (
-    "a Checkpointer sees shards in modules, optimizers and dicts only, as it calls no state_dict() to find them: give "
-    "it the module that has these tensors, or these tensors in a dict"
-)
-_WHOLE = "every rank has all of it: let it be a plain tensor, as its to_local()"
 _PLAIN = (
     "a Checkpointer carries of plain tensors only what is the same on every rank, to the last bit. Where these are "
     "shards, use fully_shard() or parallelize_module() before the Checkpointer is made, or leave them out of its state "
     "and save them with torch.distributed.checkpoint"
 )
 
-_CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-
 _numbers = itertools.count()
-
-
-# ---------------------------------------------------------------- by type
-
-
-def refuse_sharded(state: Mapping[str, Part]) -> None:
-    """Look at the objects themselves, and call nothing of theirs. Raises Sharded."""
-    for name, part in state.items():
-        if isinstance(part, dict):
-            continue
-        part = unwrapped(part)
-        if isinstance(part, torch.nn.Module):
-            _refuse_module(name, part)
-        elif isinstance(part, torch.optim.Optimizer):
-            if kind := kind_of(part, SHARDING_OPTIMIZERS):
-                raise Sharded(f"part {name!r} is a {kind}: {_TOO_LATE}")
-            for number, group in enumerate(part.param_groups):
-                for index, weight in enumerate(group["params"]):
-                    _refuse_tensor(part, name, f"param_groups.{number}.params.{index}", weight)
-
-
-def _refuse_module(name: str, module: torch.nn.Module) -> None:
-    for path, child in module.named_modules():
-        if kind := kind_of(child, SHARDING_MODULES):
-            where = f"module {path!r} of part {name!r}" if path else f"part {name!r}"
-            raise Sharded(f"{where} is a {kind}: {_TOO_LATE}")
-    for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        _refuse_tensor(module, name, key, tensor)
-
-
-def _refuse_tensor(part: Part, name: str, key: str, tensor: torch.Tensor) -> None:
-    if kind := kind_of(tensor, SHARDED_TENSORS):
-        placed = getattr(tensor, "placements", "")
-        advice = _TOO_LATE if is_sharded({name: part}) else _HIDDEN if is_spread(tensor) else _WHOLE
-        raise Sharded(
-            f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}: {advice}"
-        )
-
-
-def _refuse_kind(name: str, key: str, tensor: torch.Tensor) -> None:
-    if tensor.is_meta:
-        kind = "on the meta device, without values"
-    elif tensor.is_nested:
-        kind = "a nested tensor"
-    elif tensor.layout not in _CARRIED_LAYOUTS:
-        kind = f"a tensor of the layout {tensor.layout}"
-    else:
-        return
-    raise NotPlainData(
-        f"{key!r} of part {name!r} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain "
-        "tensors"
-    )
 
 
 # ---------------------------------------------------------------- digests
@@ -169,18 +100,30 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced(raw: torch.Tensor) -> torch.Tensor:
-    """The sums of columns, beside those of rows, of which the same is made again until they are few."""
-    if len(raw) <= 8 * FEW:
+    """One sum of each row, of which the same is made again until they are few; beside what is no whole row.
+
+    A sum has a weight for each place in its row, so that changes do not cancel out, as those of two rows and two
+    columns do in plain sums: of halves of words first, since a weight cannot tell two changes of a highest bit apart.
+    """
+    if len(raw) <= FEW_BYTES:
         return raw
-    if len(raw) % 8 or raw.storage_offset() % 8:
-        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))
-    words, kept = raw.view(torch.int64), []
-    while len(words) > FEW:
-        whole = len(words) // ROW * ROW
-        rows = words[:whole].view(-1, ROW)
-        kept += [rows.sum(0), words[whole:]]
-        words = rows.sum(1)
-    return torch.cat([*kept, words]).view(torch.uint8)
+    if len(raw) % 4 or raw.storage_offset() % 4:
+        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 4))
+    weights, at_once = _weights(raw.device), ROWS_ON_CPU if raw.device.type == "cpu" else ROWS_ON_DEVICE
+    values, kept = raw.view(torch.int32), []
+    while values.nbytes > FEW_BYTES:
+        whole = len(values) // ROW * ROW
+        kept.append(values[whole:].view(torch.uint8))
+        rows = values[:whole].view(-1, ROW)
+        values = torch.cat([(some * weights).sum(1) for some in torch.split(rows, at_once)])
+    return torch.cat([*kept, values.view(torch.uint8)])
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd, and all different in their lower halves: no change of a value is lost, nor two opposite ones in a row."""
+    raw = hashlib.shake_256(b"weights").digest(8 * ROW)
+    return (torch.frombuffer(bytearray(raw), dtype=torch.int64) | 1).to(device)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
@@ -326,8 +269,7 @@ class ReplicatedComparison(Comparison):
         refuse_sharded(self._state)
         for name, part in self._state.items():
             for key, tensor in tensors_in(state_of(part), ""):
-                _refuse_tensor(part, name, key, tensor)
-                _refuse_kind(name, key, tensor)
+                refuse_tensor(part, name, key, tensor)
                 if name not in self._of_rank_0:
                     yield name, key, tensor
 

@@ -1,10 +1,14 @@
 """Which objects a state is spread over ranks by, found by type: nothing of theirs is called, nothing is imported.
 
+A state that is to be the same on every rank must have none of them. They are looked for before any `state_dict()` is
+called: some are collectives, which one rank alone would never leave.
+
 A module of torch that was not imported has no instances, so a script without sharding pays for none of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from ..errors import NotPlainData, Sharded
 from .state_dicts import Part, own_tensors, unwrapped
 
 
@@ -108,3 +113,68 @@ def tensors_of(state: Any) -> Iterator[torch.Tensor]:
 
 def _any(one: Any) -> Any:
     return one
+
+
+# ---------------------------------------------------------------- what a replicated state must not have
+
+_TOO_LATE = (
+    "it was sharded after the Checkpointer was made: make the Checkpointer after fully_shard(), "
+    "FullyShardedDataParallel() or parallelize_module()"
+)
+_HIDDEN = (
+    "a Checkpointer sees shards in modules, optimizers and dicts only, as it calls no state_dict() to find them: give "
+    "it the module that has these tensors, or these tensors in a dict"
+)
+_WHOLE = "every rank has all of it: let it be a plain tensor, as its to_local()"
+_CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+
+
+def refuse_sharded(state: Mapping[str, Part]) -> None:
+    """Look at the objects themselves, and call nothing of theirs. Raises Sharded."""
+    for name, part in state.items():
+        if isinstance(part, dict):
+            continue
+        part = unwrapped(part)
+        if isinstance(part, torch.nn.Module):
+            _refuse_module(name, part)
+        elif isinstance(part, torch.optim.Optimizer):
+            if kind := kind_of(part, SHARDING_OPTIMIZERS):
+                raise Sharded(f"part {name!r} is a {kind}: {_TOO_LATE}")
+            for number, group in enumerate(part.param_groups):
+                for index, weight in enumerate(group["params"]):
+                    _refuse_spread(part, name, f"param_groups.{number}.params.{index}", weight)
+
+
+def _refuse_module(name: str, module: torch.nn.Module) -> None:
+    for path, child in module.named_modules():
+        if kind := kind_of(child, SHARDING_MODULES):
+            where = f"module {path!r} of part {name!r}" if path else f"part {name!r}"
+            raise Sharded(f"{where} is a {kind}: {_TOO_LATE}")
+    for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        _refuse_spread(module, name, key, tensor)
+
+
+def _refuse_spread(part: Part, name: str, key: str, tensor: torch.Tensor) -> None:
+    if kind := kind_of(tensor, SHARDED_TENSORS):
+        placed = getattr(tensor, "placements", "")
+        advice = _TOO_LATE if is_sharded({name: part}) else _HIDDEN if is_spread(tensor) else _WHOLE
+        raise Sharded(
+            f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}: {advice}"
+        )
+
+
+def refuse_tensor(part: Part, name: str, key: str, tensor: torch.Tensor) -> None:
+    """Of what `state_dict` has returned. Raises Sharded, NotPlainData."""
+    _refuse_spread(part, name, key, tensor)
+    if tensor.is_meta:
+        kind = "on the meta device, without values"
+    elif tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout not in _CARRIED_LAYOUTS:
+        kind = f"a tensor of the layout {tensor.layout}"
+    else:
+        return
+    raise NotPlainData(
+        f"{key!r} of part {name!r} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain "
+        "tensors"
+    )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, CheckpointMismatch
-from ...ranks.comparison import refuse_sharded
 from ...ranks.group import Group, together
 from ...state import rng
+from ...state.kinds import refuse_sharded
 from ...state.rank_parts import Rules, states_for
 from ...state.state_dicts import Part, load_into, modules_in, refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
