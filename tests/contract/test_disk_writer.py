@@ -140,7 +140,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setattr(progress, "_reporter", None)
     monkeypatch.setattr(async_save.atexit, "register", lambda *_: None)
     # Each Checkpointer stands for that of a process of its own.
-    monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)
+    monkeypatch.setattr("elastic_agent.worker.steps.drain.Checkpointers.claim", lambda *_: None)
     agent = Agent(tmp_path)
     for name, value in {
         "RANK": "0",

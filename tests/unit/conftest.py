@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.steps.drain import Checkpointers
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 
 
@@ -34,7 +34,7 @@ def script(tmp_path: Path) -> str:
 @pytest.fixture
 def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Checkpointer stands for that of a process of its own, as after a restart."""
-    monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)
+    monkeypatch.setattr("elastic_agent.worker.steps.drain.Checkpointers.claim", lambda *_: None)
 
 
 @pytest.fixture

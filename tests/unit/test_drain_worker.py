@@ -14,9 +14,8 @@ import pytest
 
 from elastic_agent.worker.errors import SaveFailed
 from elastic_agent.worker.steps import drain, progress
-from elastic_agent.worker.steps.drain import DRAINED, Drained
+from elastic_agent.worker.steps.drain import DRAINED, Checkpointers, Drained
 from elastic_agent.worker.steps.progress import poll
-from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import NAMES

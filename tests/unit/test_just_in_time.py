@@ -23,7 +23,7 @@ from elastic_agent.worker import Checkpointer, ElasticSampler, step
 from elastic_agent.worker.checkpointing.replicated.just_in_time import JustInTime, of_a_collective
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.steps.drain import Checkpointers
 from elastic_agent.worker.storage.memory.rank_state import Buffers, RankStateFile, find
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
 from elastic_agent.worker.storage.memory.slots import HeldSlot, NoRoom

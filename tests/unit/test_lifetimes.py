@@ -16,7 +16,7 @@ import torch
 
 from elastic_agent.worker import Checkpointer, CheckpointError
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.steps.drain import Checkpointers
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory.copy_header import Header
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder

@@ -202,7 +202,7 @@ def test_a_listener_hears_no_more_once_it_is_ended(ours: SharedProgress) -> None
 
 LEFT_TO_AGENT = """
 import os, signal, subprocess, sys
-from elastic_agent.worker.steps.signals import script_handles_sigterm
+from elastic_agent.worker.steps.torch_workarounds import script_handles_sigterm
 step(1)
 signal.raise_signal(signal.SIGTERM)
 assert not script_handles_sigterm()
@@ -216,7 +216,7 @@ assert subprocess.run(itself).returncode == -signal.SIGTERM
 """
 OWN_HANDLER = """
 import signal
-from elastic_agent.worker.steps.signals import script_handles_sigterm
+from elastic_agent.worker.steps.torch_workarounds import script_handles_sigterm
 called = []
 signal.signal(signal.SIGTERM, lambda *_: called.append(1))
 step(1)

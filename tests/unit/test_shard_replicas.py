@@ -13,7 +13,7 @@ from elastic_agent.worker.checkpointing.sharded.meeting import RECORD, Brought, 
 from elastic_agent.worker.checkpointing.sharded.saving import ShardSaving
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
 from elastic_agent.worker.errors import CheckpointError
-from elastic_agent.worker.steps.registry import NO_COPY
+from elastic_agent.worker.steps.drain import NO_COPY
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace, SlotMemory
 from elastic_agent.worker.storage.memory.slots import Slots

@@ -33,7 +33,7 @@ from elastic_agent.worker.errors import CheckpointError, DirectoryNotShared, Not
 from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.steps.drain import Checkpointers
 from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk import sharded_save
 from elastic_agent.worker.storage.disk.shard_files import data_name, read_footer

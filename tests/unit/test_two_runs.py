@@ -18,7 +18,7 @@ import torch
 
 from elastic_agent.agent.configuration.stopping import StopConfig, whole_stop_s
 from elastic_agent.worker import Checkpointer, OtherRun
-from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.steps.drain import Checkpointers
 from elastic_agent.worker.storage.disk import ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES

@@ -59,9 +59,15 @@ from ..wire.shared_progress import (
     clock_ns,
     private_words,
 )
-from .registry import Checkpointers, DrainSaver
-from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
-from .torch_workarounds import Waits, leave_when_failed, watch_waits
+from .drain import Checkpointers, DrainSaver, between_steps, end_of_step
+from .torch_workarounds import (
+    Waits,
+    leave_nothing_to_agent,
+    leave_sigterm_to_agent,
+    leave_warnings_to_agent,
+    leave_when_failed,
+    watch_waits,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +91,6 @@ class _Listener:
 
 
 def _ask_agent(step: int) -> None:
-    from .drain import end_of_step  # who never sees a planned change need not load what it takes
-
     end_of_step(step, checkpointers.all())
 
 
@@ -228,8 +232,6 @@ def poll() -> None:
         _words[POLLED_AT] = _now_ns()
     step = awaited_between_steps()
     if step is not None:
-        from .drain import between_steps
-
         between_steps(step, checkpointers.all())
 
 

@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ....codec import Invalid
 from ...state.state_dicts import modules_in, state_of, unwrapped
 from ...steps import progress
-from ...steps.registry import give_up
+from ...steps.drain import give_up
 from ...storage.memory.rank_state import Buffers, RankStateFile
 from ...storage.memory.slot_memory import RankPlace
 from ...wire.channel import Lines

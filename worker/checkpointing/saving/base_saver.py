@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class BaseSaver(ABC):
-    """Of one Checkpointer, on one rank: a `registry.DrainSaver`."""
+    """Of one Checkpointer, on one rank: a `drain.DrainSaver`."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class BaseSaver(ABC):
         """These are the steps of another training, begun in this process after this one was done."""
         return self.floor is not None and step < self.floor
 
-    # ---------------------------------------------------------------- planned changes: see `registry.DrainSaver`
+    # ---------------------------------------------------------------- planned changes: see `drain.DrainSaver`
 
     @property
     @abstractmethod
