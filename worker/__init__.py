@@ -41,9 +41,13 @@ if TYPE_CHECKING:
         StepNotGrowing,
         UnsupportedTraining,
     )
-    from .ranks.device_mesh import mesh
-    from .ranks.init_file import find_free_network_port, fresh_init_file, reserve_port
-    from .ranks.process_group import init_process_group
+    from .ranks.process_group import (
+        find_free_network_port,
+        fresh_init_file,
+        init_process_group,
+        mesh,
+        reserve_port,
+    )
     from .state.hook_state import HookState
     from .state.rank_parts import Reshard
     from .steps.drain import Drained
@@ -52,15 +56,13 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpointing.checkpointer": "Checkpointer",
-    "ranks.device_mesh": "mesh",
     "steps.drain": "Drained",
     "errors": """
         CheckpointError CheckpointMismatch ClusterEnvironmentError DirectoryNotShared Fenced LibraryMissing
         NoUsableCheckpoint NotPlainData NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed
         Sharded StepNotGrowing UnsupportedTraining MeshMismatch""",
     "steps.sampler": "ElasticSampler",
-    "ranks.init_file": "find_free_network_port fresh_init_file reserve_port",
-    "ranks.process_group": "init_process_group",
+    "ranks.process_group": "find_free_network_port fresh_init_file init_process_group mesh reserve_port",
     "state.hook_state": "HookState",
     "state.rank_parts": "Reshard",
     "steps.progress": "measure_own_time poll step",

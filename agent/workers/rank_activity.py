@@ -4,7 +4,7 @@ Of /proc only small files are read, none of which waits for the process. `maps`,
 wait for a process that holds its memory's lock in the kernel, and the last two may have secrets: none of them is read.
 What the kernel shows is read before a signal is sent, for the signal itself may wake what it asks.
 
-By that signal workers are asked where their Python threads stand (`worker.wire.stack_dump`), all at the same time; each
+By that signal workers are asked where their Python threads stand (`register_stacks`), all at the same time; each
 writes it to a file of its own. There is no mark at the end of what one writes: it is over when nothing more comes. A
 process that is stopped, or in uninterruptible sleep, would answer when it goes on: it is not asked. All texts come from
 processes that are not trusted, and are cleaned and bounded where they are made.
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 
 from ...health.hang_report import MAX_WHERE, InGroup, RankActivity, RankReport, Recorded
 from ...rendezvous.text import clean
-from ...worker.wire.stack_dump import DESCRIPTOR, SIGNAL
+from ...worker.wire.shared_progress import STACKS_DESCRIPTOR, STACKS_SIGNAL
 from .processes.proc import MemoryFile, read, stat_of, status_field
 
 BUSY_SHARE = 0.3
@@ -223,7 +223,7 @@ class StackFile(MemoryFile):
 
     def is_open_in(self, pid: int) -> bool:
         try:
-            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self.fd))
+            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{STACKS_DESCRIPTOR}"), os.fstat(self.fd))
         except OSError:
             return False
 
@@ -241,7 +241,7 @@ def why_not(pid: int, file: StackFile | None) -> str:
 
 
 def _catches(pid: int) -> bool:
-    return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
+    return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def ask(
@@ -269,7 +269,7 @@ def _ask(target: Target) -> str:
         return why
     try:
         target.stacks.clear()
-        os.kill(target.pid, SIGNAL)
+        os.kill(target.pid, STACKS_SIGNAL)
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -12,13 +12,13 @@ import sys
 
 import hanging
 
-from elastic_agent.worker.wire import stack_dump
+from elastic_agent.worker.wire.shared_progress import register_stacks
 
 
 def run(kind: str, variables: dict[str, str], stacks: str) -> None:
     hanging.die_with_parent()
     os.environ.update(variables)
-    stack_dump.register(stacks)
+    register_stacks(stacks)
     hanging.main(kind)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.machine.devices import probe_cpus, share
-from elastic_agent.worker.wire.stack_dump import DESCRIPTOR
+from elastic_agent.worker.wire.shared_progress import STACKS_DESCRIPTOR
 
 from .harness import C_LIBRARY_SIGNALS, HELD_STORES, RECORDER, Job
 from .processes import MARKER
@@ -148,7 +148,7 @@ def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
     assert not agent.says("cold"), "with a fork server there was a spare"
     seen = json.loads(out.read_text())
     assert seen == {
-        "fds": [0, 1, 2] if preload == "--preload=none" else [0, 1, 2, DESCRIPTOR],
+        "fds": [0, 1, 2] if preload == "--preload=none" else [0, 1, 2, STACKS_DESCRIPTOR],
         "leader": True,
         "stdin": "one\ntwo\n",
         "from": seen["from"],
@@ -183,7 +183,7 @@ def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None
     assert agent.exit_code() == 0
     seen = json.loads(out.read_text())
     assert (seen["stdin"], seen["from"], seen["fds"][:3]) == ("", os.devnull, [0, 1, 2])
-    assert set(seen["fds"][3:]) <= {DESCRIPTOR}
+    assert set(seen["fds"][3:]) <= {STACKS_DESCRIPTOR}
 
 
 @pytest.mark.long

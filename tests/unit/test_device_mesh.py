@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from elastic_agent.worker import MeshMismatch, mesh
-from elastic_agent.worker.ranks.device_mesh import _device_type, sizes_of
+from elastic_agent.worker.ranks.process_group import _device_type, sizes_of
 from elastic_agent.worker.wire.environment import PROCESS_GROUP_TIMEOUT
 
 WORLD = 4

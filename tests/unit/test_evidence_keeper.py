@@ -25,8 +25,8 @@ from elastic_agent.threads import Thread
 SECRET = "s3cr3t-canary"
 SCRIPT = """
 import os, sys, time
-from elastic_agent.worker.wire import stack_dump
-stack_dump.register(os.environ["STACKS"])
+from elastic_agent.worker.wire.shared_progress import register_stacks
+register_stacks(os.environ["STACKS"])
 def train(token="s3cr3t-canary"):
     print("ready", flush=True)
     time.sleep(600)  # s3cr3t-canary

@@ -25,12 +25,12 @@ from elastic_agent.agent.workers.rank_activity import (
     parse,
     why_not,
 )
-from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
+from elastic_agent.worker.wire.shared_progress import STACKS_DESCRIPTOR, STACKS_SIGNAL
 
 BEGIN = """
 import faulthandler, os, signal, sys, threading, time, ctypes
-from elastic_agent.worker.wire import stack_dump
-stack_dump.register(sys.argv[1])
+from elastic_agent.worker.wire.shared_progress import register_stacks
+register_stacks(sys.argv[1])
 def stand_here():
     os.write(1, f"{os.getpid()}\\n".encode())
     sys.stdin.read()
@@ -93,7 +93,7 @@ def test_all_its_threads_do_and_the_main_one_is_the_last(file: StackFile) -> Non
 
 
 def test_one_that_lets_go_of_the_signal_is_not_killed_by_it(file: StackFile) -> None:
-    script = f"faulthandler.unregister({SIGNAL}); signal.signal({SIGNAL}, signal.SIG_DFL); stand_here()"
+    script = f"faulthandler.unregister({STACKS_SIGNAL}); signal.signal({STACKS_SIGNAL}, signal.SIG_DFL); stand_here()"
     with running(file, script) as [pid]:
         assert "has let go" in asked(file, pid).refused
         assert stat_of(f"/proc/{pid}") is not None
@@ -106,7 +106,7 @@ def test_nor_a_program_that_it_has_become(file: StackFile) -> None:
 
 
 def test_nor_one_whose_descriptor_is_another_file(file: StackFile) -> None:
-    script = f"os.dup2(os.open('/dev/null', os.O_WRONLY), {DESCRIPTOR}); stand_here()"
+    script = f"os.dup2(os.open('/dev/null', os.O_WRONLY), {STACKS_DESCRIPTOR}); stand_here()"
     with running(file, script) as [pid]:
         assert "has let go" in why_not(pid, file)
 
@@ -188,12 +188,12 @@ time.sleep(100)
 
 
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
-    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
+    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{STACKS_SIGNAL}]); stand_here()") as [pid]:
         assert "may block" in asked(file, pid, 0.3).refused
 
 
 def test_without_a_file_there_are_no_stacks_and_the_script_runs() -> None:
-    script = BEGIN + f"print(signal.getsignal({SIGNAL}) is signal.SIG_DFL)"
+    script = BEGIN + f"print(signal.getsignal({STACKS_SIGNAL}) is signal.SIG_DFL)"
     ran = subprocess.run(
         [sys.executable, "-c", script, "/nowhere"], capture_output=True, text=True, check=True
     )

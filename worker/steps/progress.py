@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from operator import index
 
 from ...codec import Invalid
-from ..wire import stack_dump
 from ..wire.channel import Reporter
 from ..wire.environment import WorkerEnv, own_environment
 from ..wire.messages import (
@@ -58,6 +57,7 @@ from ..wire.shared_progress import (
     SharedProgressError,
     clock_ns,
     private_words,
+    register_stacks,
 )
 from .drain import Checkpointers, DrainSaver, between_steps, end_of_step
 from .torch_workarounds import (
@@ -348,7 +348,7 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     try:
         env = WorkerEnv.of(environ)
         if env.stacks:  # where this worker is no fork of the agent's, nothing has done that yet
-            stack_dump.register(env.stacks)
+            register_stacks(env.stacks)
         if not env.page:
             return private_words()
         words = SharedProgress.attach(env.page, env.generation).words

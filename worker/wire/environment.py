@@ -34,7 +34,7 @@ class WorkerEnv:
     page: str = ""
     """Path of the memory that worker and agent share."""
     stacks: str = ""
-    """Path of the memory where the worker writes its stacks, at the agent's signal: `stack_dump`."""
+    """Path of the memory where the worker writes its stacks, at the agent's signal: `register_stacks`."""
     socket: str = ""
     """Path of the stream socket at which the agent answers."""
     reports: str = ""

@@ -1,4 +1,4 @@
-"""The memory that one worker shares with its node's agent: a few words, each written by one of them.
+"""The memory that one worker shares with its node's agent: a few words, each written by one of them, and its stacks.
 
     agent    generation, pending, all_signalled, and script_at of a worker that it started as a new process
     worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step,
@@ -15,13 +15,18 @@ up a step; nothing is left of it when both processes are gone, however they went
 agent's feet. A worker finds it as `/proc/PID/fd/N`, `WorkerEnv.page`. Every generation has new ones.
 
 What a page says is a hint for metrics and hang detection, as reports are: no decision about correctness rests on it.
+
+In the job's interpreter, too: standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import fcntl
 import mmap
 import os
+import signal
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -201,3 +206,35 @@ def private_words() -> memoryview:
 
 def _instant(word: int) -> float | None:
     return word / 1e9 if word else None
+
+
+# ---------------------------------------------------------------- stacks
+#
+# Where the Python threads of a worker stand: written by the process itself, at a signal of its agent's.
+#
+# The handler is faulthandler's, in C: it runs while Python's lock is held, too, and writes all threads. It writes to a
+# file in the agent's memory, `WorkerEnv.stacks`, that is open here at a high descriptor, so that a script gets the low
+# ones that it would get without us. A fork, as a data loader's, inherits both; a program that is executed has neither.
+#
+# The agent sends the signal only to a process that catches it and has that very file open there: to another, it is the
+# end. What a script makes of the signal, of faulthandler, or of that descriptor, holds.
+
+STACKS_SIGNAL = int(signal.SIGRTMAX) - 6
+"""Hardly used by anyone: not by C libraries, Python, CUDA, or service managers."""
+
+STACKS_DESCRIPTOR = 1000
+
+
+def register_stacks(path: str) -> None:
+    """From now on this process, and its forks, write their stacks there when `STACKS_SIGNAL` comes. Where that cannot
+    be, as with a lower limit for descriptors, there are none."""
+    with contextlib.suppress(OSError):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            kept = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, STACKS_DESCRIPTOR)
+        finally:
+            os.close(opened)
+        if kept == STACKS_DESCRIPTOR:
+            faulthandler.register(STACKS_SIGNAL, file=kept, all_threads=True, chain=False)
+        else:  # one is there already
+            os.close(kept)

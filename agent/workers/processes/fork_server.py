@@ -44,8 +44,8 @@ HERE = Path(__file__).resolve().parent
 
 if TYPE_CHECKING:
     from ....worker.steps import torch_workarounds
-    from ....worker.wire import stack_dump
     from ....worker.wire.environment import NAMES
+    from ....worker.wire.shared_progress import register_stacks
     from . import shim
     from . import spare_wire as wire
     from .imported import ROOM_NAME, Imported, Unfit, obstacle, set_threads, set_too_late
@@ -64,8 +64,8 @@ else:
         set_too_late,
     )
     from elastic_agent_preloader.worker.steps import torch_workarounds
-    from elastic_agent_preloader.worker.wire import stack_dump
     from elastic_agent_preloader.worker.wire.environment import NAMES
+    from elastic_agent_preloader.worker.wire.shared_progress import register_stacks
 
     wire.CODEC.prepare()
 
@@ -283,7 +283,7 @@ def _take_environment(start: wire.BecomeWorker, imported: Imported) -> None:
     set_threads()
     if wanted.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    stack_dump.register(wanted.get(NAMES["stacks"], ""))
+    register_stacks(wanted.get(NAMES["stacks"], ""))
 
 
 def _take_interpreter(start: wire.BecomeWorker, first_on_path: str) -> None:
