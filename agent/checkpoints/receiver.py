@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from ...worker.storage.memory.available_memory import Need, limiting_levels
 from ...worker.storage.memory.copy_header import Header
 from ...worker.storage.memory.slot_folders import SlotFolder, all_folders_of
-from ...worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, taken_by_slots
+from ...worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy
 from ...worker.storage.replication.copy_rule import Version
 from ...worker.storage.replication.link import Damaged, Link
 from ...worker.storage.replication.messages import (
@@ -67,11 +67,10 @@ class _Replica:
 class Receiver:
     """All that other nodes have brought here. For any thread."""
 
-    def __init__(self, memory: str, limit: int, received: Callable[[], None]) -> None:
-        """`limit` is the most bytes that all copies here may take; `received` is called when a replica was sealed."""
+    def __init__(self, memory: str, limit: int) -> None:
+        """`limit` is the most bytes that all copies here may take."""
         self._memory = memory
         self._limit = limit
-        self._received = received
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
         self._orders: dict[str, Replicate] = {}
@@ -124,16 +123,6 @@ class Receiver:
 
     # ---------------------------------------------------------------- pushes
 
-    def held_bytes(self) -> int:
-        """The memory that replicas here take."""
-        found = 0
-        with os.scandir(self._memory) as entries:
-            for entry in entries:
-                folder = SlotFolder.parse(entry.name)
-                if folder is not None and folder.origin:
-                    found += taken_by_slots(entry.path)
-        return found
-
     def receive(self, link: Link, push: Push) -> None:
         """The copy that is offered. Raises OSError, and then the connection is of no more use."""
         folder = push.folder
@@ -168,7 +157,6 @@ class Receiver:
                     link.send(_abandoned(header))
                     return
                 slots.put_header(opened.name, replace(header, sums=sums))
-            self._received()
             link.send(Acknowledged())
         except NoRoom as error:
             link.send(Refused("no_room", str(error)[:MOST_CHARS]))

@@ -65,11 +65,10 @@ class Replicator:
     def __init__(
         self, memory: str, node: str, report: Callable[[ReplicationReport], None], rng: random.Random
     ) -> None:
-        """`node` is this one's name; `report` gets what was sent since the start, and knows by itself what is held."""
+        """`node` is this one's name; `report` is called in any thread."""
         self.memory = memory
         self.node = node
         self.rng = rng
-        self.sent_bytes = 0
         self._report = report
         self._orders: dict[str, _Order] = {}
 
@@ -108,8 +107,8 @@ class _Order:
         self._changed = threading.Condition()
         self._ended = False
         self._newest: dict[SlotFolder, FoundCopy] = {}
-        self._seen_at: dict[Key, tuple[tuple[int, int], float]] = {}
-        """When each copy was first seen, monotonic."""
+        self._seen: dict[Key, tuple[int, int]] = {}
+        """The version of each copy."""
         self._acks: dict[Key, Acks] = {}
         self._failing_since: dict[str, float] = {}
         """By partner, monotonic."""
@@ -141,15 +140,14 @@ class _Order:
             self._saw(found)
 
     def _saw(self, found: dict[SlotFolder, FoundCopy]) -> None:
-        now = time.monotonic()
         with self._changed:
             if self._ended:
                 return
             self._newest = found
             for copy in found.values():
                 key = copy.folder.name, copy.slot
-                if self._seen_at.get(key, ((-1, -1), 0.0))[0] != copy.header.version:
-                    self._seen_at[key] = copy.header.version, now
+                if self._seen.get(key) != copy.header.version:
+                    self._seen[key] = copy.header.version
                     self._write(copy, self._known(copy))
             self._changed.notify_all()
 
@@ -231,10 +229,7 @@ class _Order:
                 raise ConnectionError("the workers have named other partners")
             return self._is_superseded(copy)
 
-        def sent(count: int) -> None:
-            self._of.sent_bytes += count
-
-        sender = Sender(self._of.node, sent=sent, superseded=superseded)
+        sender = Sender(self._of.node, superseded=superseded)
         with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
             return sender.push(link, reader)
 
@@ -279,7 +274,7 @@ class _Order:
 
     def _has(self, copy: FoundCopy) -> bool:
         """Whether the slot is still seen with that copy."""
-        return self._seen_at.get((copy.folder.name, copy.slot), (None,))[0] == copy.header.version
+        return self._seen.get((copy.folder.name, copy.slot)) == copy.header.version
 
     def _write(self, copy: FoundCopy, nodes: tuple[str, ...]) -> None:
         """The lock is held."""
@@ -304,13 +299,11 @@ class _Order:
         if not (whole and len(versions) == 1):
             if self._reported[1] == unreachable:
                 return
-            version, lag_s = self._reported[0], 0.0
+            version = self._reported[0]
         else:
             [version] = versions
-            seen = [self._seen_at[copy.folder.name, copy.slot][1] for copy in newest]
-            lag_s = time.monotonic() - max(seen)
         self._reported = version, unreachable
-        self._report(ReplicationReport(*version, lag_s, self._of.sent_bytes, 0, unreachable))
+        self._report(ReplicationReport(*version, unreachable))
 
 
 # ---------------------------------------------------------------- pushing

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ...codec import Invalid
@@ -100,13 +100,9 @@ class Server:
         self._memory = memory
         self._io = IoThread("server")
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="answer")
-        self._report = report
-        self._reporting = threading.Lock()
-        self._progress = ReplicationReport(0, 0, 0.0, 0, 0, ())
-        self._reported_bytes = 0
         self._verified = VerifiedPieces()
-        self.receiver = Receiver(memory, limit, self._received)
-        self.replicator = Replicator(memory, node, self._replicated, random.Random())
+        self.receiver = Receiver(memory, limit)
+        self.replicator = Replicator(memory, node, report, random.Random())
         self._orders: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._seals = Seals(memory)
         self._sockets: tuple[socket.socket, ...] = ()
@@ -166,21 +162,6 @@ class Server:
     def _look(self) -> None:
         self.replicator.look()
         self._io.later(LOOK_S, self._look)
-
-    # ---------------------------------------------------------------- reports
-
-    def _replicated(self, progress: ReplicationReport) -> None:
-        with self._reporting:
-            self._progress = progress
-        self._received()
-
-    def _received(self) -> None:
-        """A replica has come, or there is another progress."""
-        with self._reporting:
-            found = self._progress
-            new_bytes = found.sent_bytes - self._reported_bytes
-            self._reported_bytes = found.sent_bytes
-            self._report(replace(found, sent_bytes=new_bytes, held_bytes=self.receiver.held_bytes()))
 
     # ---------------------------------------------------------------- orders
 

@@ -257,7 +257,7 @@ class JustInTimeState:
             return self._end()
         self._keeping = -max(able)[1]
         self._held[self._keeping] = None
-        return [(self._keeping, Keep(self._until - now))]
+        return [(self._keeping, Keep())]
 
     def _end(self) -> Orders:
         self.over = True

@@ -112,7 +112,7 @@ def test_a_killed_server_goes_on_with_its_orders(
         source.fill(header_of(3, 100), b"x" * 100)
         report = REPORTS.decode(agent.reports.recv(MAX_BYTES))
         assert isinstance(report, ReplicationReport)
-        assert (report.step, report.sent_bytes, report.unreachable) == (3, 100, ())
+        assert (report.step, report.unreachable) == (3, ())
         assert partner.replica("x", 3) == b"x" * 100
     finally:
         partner.close()

@@ -194,7 +194,7 @@ def test_what_forward_has_changed_is_put_back_to_the_boundary(
         script.forward_and_backward()  # and here the collective of the gradients does not end
         assert not equal(script.state(), at_the_boundary)
         assert agent.asks(Hold(1.0)) == Held(3)
-        assert agent.asks(Keep(1.0)) == Kept(3)
+        assert agent.asks(Keep()) == Kept(3)
         agent.says(Go())
 
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
@@ -216,7 +216,7 @@ def test_who_has_no_rank_state_gets_the_buffers_of_the_boundary_from_whoever_kep
         at_the_boundary = script.state()
         script.forward_and_backward()
         assert agent.asks(Hold(1.0)) == Held(2)
-        assert agent.asks(Keep(1.0)) == Kept(2)
+        assert agent.asks(Keep()) == Kept(2)
         agent.says(Go())
     (rank_state,) = tmp_path.glob("memory/*/rank-state-0")
     rank_state.unlink()
@@ -249,7 +249,7 @@ def test_no_update_begins_while_it_is_held(script: Script, agent: Agent) -> None
             thread.join(0.1)
             assert thread.is_alive()
             assert equal(script.model[0].weight, before["0.weight"])
-            assert agent.asks(Keep(1.0)) == Kept(1)
+            assert agent.asks(Keep()) == Kept(1)
             agent.says(Go())
         assert not equal(script.model[0].weight, before["0.weight"])
 
@@ -303,7 +303,7 @@ def test_an_update_that_does_not_end_is_not_waited_for(script: Script, agent: Ag
         script.forward_and_backward()
         script.optimizer.step()
         assert agent.asks(Hold(0.05)) == Held(None)
-        assert agent.asks(Keep(0.05)) == Kept(None)
+        assert agent.asks(Keep()) == Kept(None)
         script.step()
         agent.says(Go())
 
@@ -340,7 +340,7 @@ def test_a_buffer_that_a_module_has_exchanged_is_put_back_too(
         kept = norm.running_mean.clone()
         norm.running_mean.fill_(9.0)
         assert agent.asks(Hold(1.0)) == Held(2)
-        assert agent.asks(Keep(1.0)) == Kept(2)
+        assert agent.asks(Keep()) == Kept(2)
         agent.says(Go())
     resumed = Script(tmp_path / "disk")
     resumed.checkpoints.load()
@@ -380,7 +380,7 @@ def test_an_error_of_a_collective_waits_until_the_state_is_kept(script: Script, 
         agent.accept()
         assert agent.hears() == Broken()
         assert agent.asks(Hold(1.0)) == Held(2)
-        assert agent.asks(Keep(1.0)) == Kept(2)
+        assert agent.asks(Keep()) == Kept(2)
         assert thread.is_alive()
         agent.says(Go())
         assert agent.hears() is None
@@ -504,7 +504,7 @@ class Pair:
                 step(done)
                 told(done)
             assert self.agent.asks(Hold(1.0)) == Held(at)
-            kept = self.agent.asks(Keep(1.0))
+            kept = self.agent.asks(Keep())
             self.agent.says(Go())
         return kept
 
@@ -613,7 +613,7 @@ def test_a_step_that_a_sharded_state_belongs_to_is_given_up_and_that_is_said(
                 elif remembers_every and done % remembers_every == 0:
                     assert one.save_to_memory(done)
         assert agent.asks(Hold(1.0)) == Held(5)
-        assert agent.asks(Keep(1.0)) == Kept(None)
+        assert agent.asks(Keep()) == Kept(None)
         agent.says(Go())
     assert f"step 5 is not kept: the state in {tmp_path / 'sharded'} is sharded" in caplog.text
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")

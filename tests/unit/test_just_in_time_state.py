@@ -43,7 +43,7 @@ def test_the_newest_whole_step_is_kept_by_one_and_then_all_go() -> None:
     assert state.received(0, Held(4), 10.01) == []
     assert state.received(1, Held(5), 10.02) == []
     ((keeper, order),) = state.received(2, Held(5), 10.5)
-    assert (keeper, order) == (1, Keep(1.5))
+    assert (keeper, order) == (1, Keep())
     assert told(state.received(1, Kept(5), 10.6)) == {0: Go, 1: Go, 2: Go}
     assert state.over
     assert not state.under_way

@@ -67,7 +67,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (REPORTS, LoadReport(0, 3, 0, "none", 0.0)),
     (REPORTS, LoadReport(2**62, 3, 2**62, "corrupt", 1e9)),
     (REPORTS, LentLock(7, 0, "3f2a")),
-    (REPORTS, ReplicationReport(7, 120, 0.25, 4096, 8192, ("b",))),
+    (REPORTS, ReplicationReport(7, 120, ("b",))),
     (FROM_WORKERS, CommitQuestion(7)),
     (COMMIT_ANSWERS, CommitGranted(2.5)),
     (COMMIT_ANSWERS, CommitGranted(1)),
@@ -82,7 +82,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (FROM_WORKERS, Kept(0)),
     (FROM_WORKERS, Kept(None)),
     (TO_GUARDS, Hold(2.0)),
-    (TO_GUARDS, Keep(0)),
+    (TO_GUARDS, Keep()),
     (TO_GUARDS, Go()),
     (WRITE_ORDERS, ORDER),
     (WRITE_ORDERS, ShardOrder("/dev/shm/x", "/runs/x", "3b9e.1", "b", 120, 6, 7, "3b9e", "step-120", 9, None)),
@@ -116,12 +116,12 @@ def test_no_message_is_forgotten_here() -> None:
 
 def test_the_form_is_one_object_with_version_and_kind() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 8, "kind": "save_report", "generation": 7, "local_rank": 0,
+        "v": 9, "kind": "save_report", "generation": 7, "local_rank": 0,
         "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
         "directory": "",
     }  # fmt: skip
     assert json.loads(encode(StepAnswer(Verdict.END_ALONE, leaves=True))) == {
-        "v": 8,
+        "v": 9,
         "kind": "step_answer",
         "verdict": "end alone",
         "leaves": True,
@@ -178,7 +178,7 @@ def test_whatever_is_wrong_in_a_message_is_found() -> None:
     [
         b"", b"\xff\xfe", b"1", b"[]", b"null", b'"x"', b"{", b"{}", b"[" * 4000,
         b'{"v":' * 1500, b" " * (MAX_BYTES + 1),
-        b'{"v": 8, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
+        b'{"v": 9, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_message(codec: Codec[Any], raw: bytes) -> None:

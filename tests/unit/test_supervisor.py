@@ -183,7 +183,7 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert not node.group.signals
     assert node.links.sent == [(1, Hold(1.0))]
     node.supervisor.guard_sent(1, 1, Held(7))
-    assert node.links.sent[1:] == [(1, Keep(2.0))]
+    assert node.links.sent[1:] == [(1, Keep())]
     node.turn(1.5)
     node.supervisor.guard_sent(1, 1, Kept(7))
     node.turn()

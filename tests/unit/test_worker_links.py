@@ -243,10 +243,10 @@ def test_messages_of_guards_are_posted_and_each_is_sent_its_own(scene: Scene) ->
     guards = [scene.guard(number) for number in range(2)]
     guards[1].sendall(encode(Broken()) + encode(Held(3)))
     scene.expect(("guard_sent", 7, 1, Broken()), ("guard_sent", 7, 1, Held(3)))
-    scene.links.send(7, 1, Keep(1.0))
+    scene.links.send(7, 1, Keep())
     scene.links.send(7, 0, Go())
     scene.links.send(8, 0, Hold(1.0))  # no worker of that generation is here
-    assert Lines(TO_GUARDS).add(guards[1].recv(4096)) == [Keep(1.0)]
+    assert Lines(TO_GUARDS).add(guards[1].recv(4096)) == [Keep()]
     assert Lines(TO_GUARDS).add(guards[0].recv(4096)) == [Go()]
     guards[0].close()
     scene.expect(("guard_sent", 7, 0, None))

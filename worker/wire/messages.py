@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from ...codec import AtMost, Checked, Codec, Count, Positive, Seconds, Text, Within
 
-VERSION = 8
+VERSION = 9
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -107,17 +107,10 @@ class LentLock(Checked):
 
 @dataclass(frozen=True, slots=True)
 class ReplicationReport(Checked):
-    """Of the memory server: all partners have the copies of `step`, `lag_s` after the last of them was sealed here.
-
-    `sent_bytes` went to partners since the report before; `held_bytes` is the memory that other nodes' replicas take
-    here; the partners `unreachable` do not take copies now.
-    """
+    """Of the memory server: all partners have the copies of `step`; those that are `unreachable` take none now."""
 
     generation: Count
     step: Count
-    lag_s: Seconds
-    sent_bytes: Count
-    held_bytes: Count
     unreachable: Annotated[tuple[NodeName, ...], AtMost(MOST_PARTNERS)]
 
 
@@ -246,8 +239,6 @@ class Hold(Checked):
 @dataclass(frozen=True, slots=True)
 class Keep(Checked):
     """Copy your state to memory: it is the newest on this node."""
-
-    within_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
