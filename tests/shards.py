@@ -14,8 +14,8 @@ from elastic_agent.worker.storage.disk.parts import Part, write_part
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.wire.environment import Run
 from elastic_agent.worker.wire.messages import CommitOrder
-from elastic_agent.worker.wire.run import Run
 
 RUN = Run("run-a")
 METADATA = b"what torch pickles"

@@ -48,7 +48,7 @@ from ...worker.storage.replication.acks import read_acks
 from ...worker.storage.replication.client import CopyGone
 from ...worker.storage.replication.key_file import read_key
 from ...worker.storage.replication.link import Link, connect
-from ...worker.wire.run import Run
+from ...worker.wire.environment import Run
 from ...worker.wire.shared_progress import clock
 from .copies import CopyReader, copies_of, kept_orders
 from .replicator import RefusedCopy, Sender

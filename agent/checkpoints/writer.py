@@ -38,6 +38,7 @@ from ...worker.storage.disk.parts import Part, outcome_of, refuse_part, write_co
 from ...worker.storage.memory.slot_folders import SlotFolder
 from ...worker.storage.memory.slots import HeldSlot, Slots
 from ...worker.wire.channel import receive, send
+from ...worker.wire.environment import Run
 from ...worker.wire.messages import (
     MAX_BYTES,
     MAX_REASON_CHARS,
@@ -56,7 +57,6 @@ from ...worker.wire.messages import (
     WriteOutcome,
     encode,
 )
-from ...worker.wire.run import Run
 from ..workers.processes.proc import say
 
 ORDER_S = 5.0

@@ -32,7 +32,7 @@ from elastic_agent.worker.storage.disk import async_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.channel import receive, send
-from elastic_agent.worker.wire.environment import WORKER_VARIABLES
+from elastic_agent.worker.wire.environment import WORKER_VARIABLES, Run
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,
     MAX_BYTES,
@@ -46,7 +46,6 @@ from elastic_agent.worker.wire.messages import (
     WriteOrder,
     encode,
 )
-from elastic_agent.worker.wire.run import Run
 from tests.io_threads import started_io
 from tests.stopping import stop
 

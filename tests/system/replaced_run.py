@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, step
 from elastic_agent.worker.storage.disk import ownership
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 
 ownership.LOCK_WAIT_S = 0.5
 

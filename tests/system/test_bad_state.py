@@ -12,7 +12,7 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 
 from .harness import CHECKPOINTER_PRELOADED, Job
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.rendezvous.c10d.host import C10dHost
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 from tests.etcd_servers import EtcdCluster
 
 from .harness import CHECKPOINTER_PRELOADED, Job

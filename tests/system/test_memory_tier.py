@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 
 from .harness import ORPHANS_S, TORCH_PRELOADED, Job
 

@@ -18,9 +18,8 @@ from elastic_agent.worker.storage.disk.async_save import DiskSaver, WholeSave
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory.copy_header import Header
 from elastic_agent.worker.storage.memory.slots import Slots
-from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.environment import Run, WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
-from elastic_agent.worker.wire.run import Run
 
 
 class Case:

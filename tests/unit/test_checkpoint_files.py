@@ -17,8 +17,8 @@ from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownersh
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import files
+from elastic_agent.worker.wire.environment import Run
 from elastic_agent.worker.wire.files import checksum
-from elastic_agent.worker.wire.run import Run
 
 RUN = Run("run-a")
 

@@ -40,7 +40,7 @@ from elastic_agent.worker.storage.disk import async_save, commit_permission, own
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import shared_progress
-from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, WorkerEnv
+from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, Run, WorkerEnv
 from elastic_agent.worker.wire.messages import (
     MAX_BYTES,
     REPORTS,
@@ -54,7 +54,6 @@ from elastic_agent.worker.wire.messages import (
     Report,
     SaveReport,
 )
-from elastic_agent.worker.wire.run import Run
 
 numpy = pytest.importorskip("numpy")
 

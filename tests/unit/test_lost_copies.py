@@ -18,7 +18,7 @@ from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.disk import durable
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.memory import slots
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 from tests.unit.threads import join_threads
 
 

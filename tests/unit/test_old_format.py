@@ -19,7 +19,7 @@ from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.dcp import ElasticStorageReader
 from elastic_agent.worker.errors import BadCheckpoint
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.wire.run import Run
+from elastic_agent.worker.wire.environment import Run
 
 WORLD_SIZE = 4
 """Of the checkpoint with twins: ranks 2 and 3 have the shards of ranks 0 and 1."""

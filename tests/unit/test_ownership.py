@@ -19,8 +19,8 @@ from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownersh
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
+from elastic_agent.worker.wire.environment import Run, this_run
 from elastic_agent.worker.wire.files import checksum, seal, seal_fields
-from elastic_agent.worker.wire.run import Run, this_run
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 

@@ -30,8 +30,8 @@ from elastic_agent.worker.storage.disk.commit import (
 from elastic_agent.worker.storage.disk.manifests import FileSum, Manifest, digest_of
 from elastic_agent.worker.storage.disk.parts import Part, own_rows, refuse_part, write_held, write_part
 from elastic_agent.worker.storage.disk.shard_files import METADATA_NAME, Footer, data_name
+from elastic_agent.worker.wire.environment import Run
 from elastic_agent.worker.wire.files import seal_fields
-from elastic_agent.worker.wire.run import Run
 from tests.shards import (
     METADATA,
     RUN,

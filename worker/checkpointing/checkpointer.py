@@ -32,7 +32,7 @@ from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..storage.disk.manifests import step_number
-from ..wire.run import this_run
+from ..wire.environment import this_run
 from .agreement import Agreement
 from .replicated.replicated_state import ReplicatedState
 from .sharded.sharded_state import ShardedState

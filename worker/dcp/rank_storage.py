@@ -36,9 +36,8 @@ from ..storage.disk.sharded_save import ShardedSave
 from ..storage.memory.slot_memory import CopyUnderWay, SlotMemory, header_of_shards, memory_of
 from ..storage.memory.slots import HeldSlot, Slots
 from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy, oldest_needed
-from ..wire.environment import WorkerEnv
+from ..wire.environment import Run, WorkerEnv, this_run
 from ..wire.files import open_directory
-from ..wire.run import Run, this_run
 
 logger = logging.getLogger(__name__)
 

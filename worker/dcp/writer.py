@@ -26,8 +26,8 @@ from ..steps import progress
 from ..storage.disk.manifests import Manifest, step_number
 from ..storage.disk.shard_files import data_name
 from ..storage.disk.sharded_save import ShardedSave
+from ..wire.environment import Run
 from ..wire.messages import SaveResult
-from ..wire.run import Run
 from .rank_storage import HeldCopy, RankStorage, SaveDecision, SaveRequest, decide, storage_of
 
 

@@ -6,13 +6,17 @@ reads them. Without an agent, under torchrun and plain python, all fields have t
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import re
+import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from ...codec import Invalid, shown
+from ...codec import Checked, Invalid, Text, shown
 
 PREFIX = "ELASTIC_AGENT_"
 
@@ -98,3 +102,37 @@ def _number(variable: str, text: str) -> int:
             f"{variable} is {shown(text)}, expected a whole number: an agent sets it for its workers"
         )
     return int(text)
+
+
+# ---------------------------------------------------------------- the run of a job
+#
+# Whose the checkpoint directory is, and whose copies in memory are.
+
+RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+RunName = Annotated[str, Text(128, RUN_NAME)]
+MAX_LABEL_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Checked):
+    """`label` tells a person which job this is."""
+
+    id: RunName
+    label: Annotated[str, Text(MAX_LABEL_CHARS)] = ""
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.label})" if self.label else self.id
+
+
+def this_run(environ: Mapping[str, str]) -> Run:
+    """The job's, as the agent says. Without an agent each process is a run of its own."""
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    where = f"process {os.getpid()} on {socket.gethostname()}"
+    label = f"job {job}, {where}" if job else where
+    return Run(WorkerEnv.of(environ).run or _made_up(os.getpid()), label[:MAX_LABEL_CHARS])
+
+
+@functools.cache
+def _made_up(pid: int) -> str:
+    """For the process `pid`: one that was forked is another."""
+    return uuid.uuid4().hex[:12]

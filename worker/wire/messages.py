@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ...codec import AtMost, Checked, Codec, Count, Positive, Seconds, Text, Within
+from .environment import RUN_NAME, RunName
 
 VERSION = 9
 MAX_BYTES = 8192
@@ -33,13 +34,11 @@ MAX_UNSAVED_BYTES = 2**20
 """Of UnsavedSteps, which lists all directories with their paths."""
 MAX_REASON_CHARS = 500
 """A longer reason is refused, so its writer cuts it. JSON makes at most 12 bytes of a character."""
-RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Reason = Annotated[str, Text(MAX_REASON_CHARS)]
 MOST_DIRECTORY_CHARS = 500
 ShownDirectory = Annotated[str, Text(MOST_DIRECTORY_CHARS)]
 """The end of a path, for a reader; empty: not known."""
-RunName = Annotated[str, Text(128, RUN_NAME)]
 RunNameOrNone = Annotated[str, Text(128, re.compile(f"({RUN_NAME.pattern})?"))]
 """Empty: a run without a name."""
 NodeName = Annotated[str, Text(256, re.compile(r"(?s).+"))]

@@ -44,8 +44,8 @@ from io import BufferedRandom, BufferedReader
 from typing import BinaryIO
 
 from ...errors import BadCheckpoint, CheckpointError
+from ...wire.environment import Run
 from ...wire.files import open_directory, open_for_reading, open_own_directory
-from ...wire.run import Run
 from . import old_format
 from .durable import make_directory, write_durably
 from .manifests import (

@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ...errors import DirectoryNotShared, Fenced, OtherRun, SaveFailed
+from ...wire.environment import Run
 from ...wire.files import open_directory, open_for_reading, open_own_directory, remove
 from ...wire.messages import MAX_REASON_CHARS, CommitOrder
-from ...wire.run import Run
 from .checkpoint_files import CheckpointFiles
 from .durable import make_directory, write_durably
 from .manifests import ATTEMPT_NAME, FileSum, Manifest, digest_of

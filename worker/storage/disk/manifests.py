@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, SupportsIndex
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
+from ...wire.environment import RUN_NAME
 from ...wire.files import read_whole, seal_fields, unseal
-from ...wire.messages import RUN_NAME, RunNameOrNone
+from ...wire.messages import RunNameOrNone
 
 SCHEMA = 4
 """Of all that this version writes to disk."""

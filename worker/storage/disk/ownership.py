@@ -37,10 +37,8 @@ from io import FileIO
 
 from ....codec import Checked, Count, from_plain
 from ...errors import OtherRun
-from ...wire.environment import PROCESS_GROUP_TIMEOUT
+from ...wire.environment import PROCESS_GROUP_TIMEOUT, Run, RunName
 from ...wire.files import open_directory, read_whole, remove, seal, unseal
-from ...wire.messages import RunName
-from ...wire.run import Run
 from .durable import make_directory, write_durably
 from .manifests import OLD_SCHEMA, SCHEMA, TEMPORARY_NAME, Manifest, readable_manifests
 

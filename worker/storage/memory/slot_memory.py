@@ -24,8 +24,7 @@ import torch
 
 from ...state.archive_layout import Layout
 from ...state.sharding.layout import ShardLayout
-from ...wire.environment import WorkerEnv
-from ...wire.run import this_run
+from ...wire.environment import WorkerEnv, this_run
 from .available_memory import Memory, Need, least_free, limiting_levels, size_text
 from .copy_header import Header, NotedState, RankShards
 from .random_states import RandomState
