@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test test-all tools quick lint size types check format sim docs tables frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
+.PHONY: help demo demo-daemon test test-all tools quick mutate lint size types check format sim docs tables frameworks soak soak-sharded proof slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -47,6 +47,10 @@ QUICK = $(shell grep -LwE 'torch|subprocess' tests/unit/test_*.py)
 quick: $(READY)  ## the inner loop, in a minute: unit tests without torch, a short simulation, the contract of stores in memory
 	SIMULATOR_SEEDS=30 POOL_SEEDS=15 REPLICATION_SEEDS=20 $(PYTEST) -q $(QUICK) tests/sim -k 'not planted'
 	$(BIN)/python -m pytest -q tests/contract/test_store.py -k memory
+
+MECHANISMS ?=
+mutate: $(READY)  ## take out one mechanism of a promise after the other: a test must fail (MECHANISMS='I5 lease')
+	$(BIN)/python -m tests.mutations $(MECHANISMS)
 
 lint: $(READY) size  ## ruff: rules and format; and no folder has grown
 	$(BIN)/ruff check --output-format concise .
