@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 
 import pytest
@@ -29,6 +30,7 @@ from elastic_agent.health.http import (
     json_page,
 )
 from elastic_agent.health.metrics import CONTENT_TYPE
+from tests.waiting import wait_for
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
 HUGE = b"x" * 16_000_000  # more than the buffers of both sockets hold
@@ -110,11 +112,7 @@ def status(reply: bytes) -> int:
     return int(reply.split(b" ", 2)[1])
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        time.sleep(0.005)
+wait_until = partial(wait_for, within_s=PATIENCE_S, every_s=0.005)
 
 
 def assert_answers(server: HealthServer) -> None:

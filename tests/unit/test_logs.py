@@ -9,7 +9,6 @@ import os
 import queue
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,16 +21,13 @@ import elastic_agent.agent.output.log_files as log_files_module
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.output.log_files import LogFiles
 from elastic_agent.agent.output.worker_logs import TAIL_LINES, OutputRoute, WorkerLogs
+from tests.waiting import wait_for
 
 PATIENCE_S = 20.0
 ROUTES = (OutputRoute("[n1/0] "),) * 2
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.002)
+eventually = partial(wait_for, what="the logs to have it", within_s=PATIENCE_S, every_s=0.002)
 
 
 def drained(logs: WorkerLogs, generation: int, rank: int, within_s: float = PATIENCE_S) -> bool:

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from elastic_agent.agent.common.ports import (
 )
 from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.main import assembly
+from tests.waiting import wait_for
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,13 +56,6 @@ def free_range(length: int) -> PortRange:
                 continue
             return ports
     raise AssertionError(f"no {length} free ports in a row")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.005)
 
 
 @contextmanager
@@ -182,7 +175,7 @@ def test_a_port_freed_during_the_wait_is_obtained(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO")
     with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
         binding = pool.submit(bind_listener, LOOPBACK, port := port_of(taken), "metrics")
-        wait_until(lambda: bool(caplog.messages))
+        wait_for(lambda: bool(caplog.messages), "a word about the port", 20.0)
         assert not binding.done()
         taken.close()
         with binding.result(timeout=20) as listener:

@@ -10,8 +10,8 @@ import resource
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,7 @@ from elastic_agent.worker.wire.messages import (
 )
 from tests.io_threads import settle_io, started_io
 from tests.recorder import Recorder
+from tests.waiting import wait_for
 
 PATIENCE_S = 20.0
 WORLD = World(
@@ -128,11 +129,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     settle_io()  # the next test may count descriptors
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+eventually = partial(wait_for, what="the links to do so", within_s=PATIENCE_S)
 
 
 # --- Questions
