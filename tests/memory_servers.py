@@ -45,8 +45,8 @@ def header_of(
     keep: tuple[int, int] | None = None,
 ) -> Header:
     digest = hashlib.sha256(digest.encode()).hexdigest()[:16]
-    shards = RankShards(rank, (0, min(8, size)), digest, rank == 0, keep=keep)
-    return Header(step, generation, 0, 8, size, run="run-a", shards=shards)
+    shards = RankShards(rank, digest, rank == 0, keep=keep)
+    return Header(step, generation, 0, 8, size, run="run-a", shards=shards, table=(0, min(8, size)))
 
 
 class Node:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.commit import commit, new_attempt
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.disk.parts import Part, write_part
+from elastic_agent.worker.storage.disk.shard_files import data_name
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
@@ -51,9 +55,9 @@ def copy_of(
     if values:
         body += str(step).encode().ljust(64, b"v")
     raw = table.to_bytes()
-    shards = RankShards(rank, (len(body), len(raw)), table.digest, common=rank == 0)
+    shards, place = RankShards(rank, table.digest, common=rank == 0), (len(body), len(raw))
     return body + raw, Header(
-        step, generation, 0, world_size, len(body) + len(raw), run="run-a", shards=shards
+        step, generation, 0, world_size, sum(place), run="run-a", shards=shards, table=place
     )
 
 
@@ -91,7 +95,7 @@ def save_part(
 def commit_of(
     attempt: str, step: int, world_size: int, *, generation: int = 1, within_s: float = 0.0
 ) -> tuple[CommitOrder, bytes]:
-    order = CommitOrder("", step, generation, RUN.id, attempt, world_size, 1, (), within_s)
+    order = CommitOrder("", step, generation, RUN.id, attempt, world_size, world_size, 1, (), within_s)
     return order, METADATA
 
 
@@ -101,6 +105,65 @@ def save_all(nodes: list[CheckpointFiles], step: int, *, generation: int = 1, le
     for rank, files in enumerate(nodes):
         save_part(files, attempt, rank, step, len(nodes), generation=generation, length=length)
     return commit(nodes[0], *commit_of(attempt, step, len(nodes), generation=generation), permitted)
+
+
+# ---------------------------------------------------------------- a state that is the same on all ranks
+
+
+def content(step: int) -> bytes:
+    return f"state after {step} steps ".encode() * 40
+
+
+def write_whole(
+    files: CheckpointFiles,
+    step: int,
+    *,
+    generation: int = 1,
+    raw: bytes | None = None,
+    may_change: Callable[[], None] = permitted,
+) -> str:
+    """The one part, of a world of two ranks, which is no checkpoint yet: the name of its attempt."""
+    raw = content(step) if raw is None else raw
+    attempt = new_attempt(files, step, generation)
+    header = Header(step, generation, 0, 2, len(raw), run=files.run.id)
+    write_part(files, Part(attempt, generation), header, lambda sink: sink.write(raw), may_change)
+    return attempt
+
+
+def commit_whole(
+    files: CheckpointFiles,
+    attempt: str,
+    step: int,
+    *,
+    generation: int = 1,
+    may_change: Callable[[], None] = permitted,
+) -> Manifest:
+    order = CommitOrder("", step, generation, files.run.id, attempt, 2, 1, 1, (), 0.0)
+    return commit(files, order, METADATA, may_change)
+
+
+def save_whole(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifest:
+    return commit_whole(files, write_whole(files, step, generation=generation), step, generation=generation)
+
+
+def data_of(directory: Path, manifest: Manifest) -> Path:
+    """The file with all of it."""
+    return directory / manifest.file / data_name(0)
+
+
+def state_on_disk(directory: Path, step: int) -> dict[str, Any]:
+    """By part, as torch's own tool reads it; what ranks have for themselves is under `ranks`."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    manifest = json.loads((directory / f"step-{step:012d}.json").read_bytes())
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(directory / manifest["file"], file.name)
+        state: dict[str, Any] = torch.load(file.name, map_location="cpu", weights_only=True)
+    return state
+
+
+# ---------------------------------------------------------------- nodes
 
 
 def nodes(directory: Path, count: int = 3, *, keep: int = 2, run: Run = RUN) -> list[CheckpointFiles]:

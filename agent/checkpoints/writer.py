@@ -5,8 +5,8 @@ which workers send orders (`worker/storage/disk/async_save.py`). An order outliv
 sent to that rank, and to the agent as a report; before anything becomes visible the agent's commit fence is asked
 whether the generation that ordered it is still the present one.
 
-What is to be written is written one after the other: the disk is one. Of a sharded state each rank of this node orders
-its part; where rank 0 is, a thread of its own waits for the parts of all nodes and commits. On the agent's
+What is to be written is written one after the other: the disk is one. Each rank of this node that has a part of a state
+orders it; where rank 0 is, a thread of its own waits for the parts of all nodes and commits. On the agent's
 `FinishWrites` the process does what it has begun, tries again what has failed, tells the agent over that connection
 what is not on disk yet (`UnsavedSteps`), and ends when nothing is left that another try could help. The agent ends it
 when the time is over. It ignores SIGTERM: a service manager sends that to all at once, and workers in their grace still
@@ -34,7 +34,7 @@ from ...worker.errors import CheckpointError, Fenced, SaveFailed
 from ...worker.storage.disk.checkpoint_files import CheckpointFiles
 from ...worker.storage.disk.commit import commit
 from ...worker.storage.disk.commit_permission import CommitPermission
-from ...worker.storage.disk.parts import Part, outcome_of, refuse_part, write_copy, write_held
+from ...worker.storage.disk.parts import Part, outcome_of, refuse_part, write_held
 from ...worker.storage.memory.slot_folders import SlotFolder
 from ...worker.storage.memory.slots import HeldSlot, Slots
 from ...worker.wire.channel import receive, send
@@ -53,7 +53,6 @@ from ...worker.wire.messages import (
     Tier,
     UnsavedStep,
     UnsavedSteps,
-    WriteOrder,
     WriteOutcome,
     encode,
 )
@@ -67,7 +66,7 @@ COMMIT_AGAIN_S = 1.0
 
 MAX_METADATA_BYTES = 1 << 30
 
-Order = WriteOrder | ShardOrder | CommitOrder
+Order = ShardOrder | CommitOrder
 
 FAILURES = (CheckpointError, OSError, ValueError)
 """Of a write: of these only `SaveFailed` and OSError may be gone at the next try."""
@@ -95,6 +94,7 @@ class _Writer:
         self._commits: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._committed = threading.Event()
         """All commits that were ordered have come to an end, and no other is to come."""
+        self._part_written = threading.Event()
         self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
         self._lock = threading.Lock()
         self._unsaved: dict[tuple[str, int | None], tuple[_Task, UnsavedStep]] = {}
@@ -166,6 +166,7 @@ class _Writer:
         except FAILURES as error:
             if isinstance(order, ShardOrder):
                 refuse_part(self._files_of(order), order.attempt, order.rank, error)
+                self._part_written.set()
             self._failed(task, error)
             return outcome_of(order.step, error, order.directory)
         self._settled(task)
@@ -213,7 +214,7 @@ class _Writer:
 
         files = self._files_of(order)
         if isinstance(order, CommitOrder):
-            return commit(files, order, task.metadata, may_change).size
+            return commit(files, order, task.metadata, may_change, sleep=self._await_part).size
         assert copy is not None
         if isinstance(copy, Exception):
             raise copy
@@ -221,10 +222,15 @@ class _Writer:
         with contextlib.closing(slots), held:
             if held.header.version != (order.copied_by, order.step):
                 raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
-            if isinstance(order, ShardOrder):
-                part = Part(order.attempt, order.generation, order.twin_of)
-                return write_held(files, part, slots, held, may_change)
-            return write_copy(files, slots, held, order.generation, may_change).size
+            part = Part(order.attempt, order.generation, order.twin_of)
+            size = write_held(files, part, slots, held, may_change)
+        self._part_written.set()
+        return size
+
+    def _await_part(self, within_s: float) -> None:
+        """Between two looks for parts: those of other nodes come without a word."""
+        self._part_written.wait(within_s)
+        self._part_written.clear()
 
     def _failed(self, task: _Task, error: Exception | None) -> None:
         """None: the copy is gone, and what was wrong before is why it was not written."""
@@ -324,27 +330,20 @@ def _content(files: list[int]) -> bytes:
     return os.pread(files[0], size, 0)
 
 
-def _hold(order: WriteOrder | ShardOrder) -> tuple[Slots, HeldSlot] | Exception:
+def _hold(order: ShardOrder) -> tuple[Slots, HeldSlot] | Exception:
     """What it names; or why it cannot be had."""
+    folder = SlotFolder.parse(order.folder)
+    if folder is None:
+        return Invalid(f"shard_order.folder is {order.folder!r}, which has no slots")
     try:
-        slots = Slots(order.memory, _folder(order), create=False)
-    except (OSError, Invalid) as error:
+        slots = Slots(order.memory, folder, create=False)
+    except OSError as error:
         return error
     try:
         return slots, slots.hold(order.slot)
     except (OSError, ValueError) as error:
         slots.close()
         return error
-
-
-def _folder(order: WriteOrder | ShardOrder) -> str | SlotFolder:
-    """Raises Invalid."""
-    if isinstance(order, WriteOrder):
-        return order.directory
-    folder = SlotFolder.parse(order.folder)
-    if folder is None:
-        raise Invalid(f"shard_order.folder is {order.folder!r}, which has no slots")
-    return folder
 
 
 def _is_on_disk(files: CheckpointFiles, order: Order) -> bool:

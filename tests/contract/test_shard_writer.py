@@ -452,7 +452,7 @@ def test_a_disk_that_takes_the_last_parts_in_time_loses_nothing(
 
 
 def test_an_order_to_commit_without_an_index_disturbs_no_other(nodes: list[Node], directory: Path) -> None:
-    order = CommitOrder(str(directory), 10, GENERATION, RUN.id, "x", WORLD_SIZE, 2, (), 60.0)
+    order = CommitOrder(str(directory), 10, GENERATION, RUN.id, "x", WORLD_SIZE, WORLD_SIZE, 2, (), 60.0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(nodes[0].agent.writer.path))
         client.sendall(encode(order))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
+from tests.shards import state_on_disk
 from tests.system.harness import TORCH_PRELOADED, Agent, Generation, Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -65,10 +63,6 @@ class FrameworkJob:
 
     def last_checkpoint(self) -> tuple[int, dict[str, Any]]:
         """Its step, and the state."""
-        if whole := sorted(self.folder.rglob("step-*/.metadata")):
-            dcp_to_torch_save(whole[-1].parent, self.folder / "whole.pt")
-            state: dict[str, Any] = torch.load(self.folder / "whole.pt", weights_only=True)
-            return state["done"], state
-        (*_, newest) = sorted(self.folder.rglob("step-*.pt"))
-        loaded = torch.load(newest, weights_only=True)
-        return loaded["step"], loaded["state"]
+        newest = max(path.parent for path in self.folder.rglob("step-*/.metadata"))
+        step = int(newest.name.split("-")[1])
+        return step, state_on_disk(newest.parent, step)

@@ -616,9 +616,7 @@ class Replicating:
             team.resumed_from,
             team.world_size,
             self.pieces,
-            shards=RankShards(
-                rank, (0, 0), team.digest(rank), local == 0, team.twins(rank), verdict.protected
-            ),
+            shards=RankShards(rank, team.digest(rank), local == 0, team.twins(rank), verdict.protected),
         )
         self.shards_of[header.version] = team.shards
         self.soon(0.0, self.write_s, lambda: self.copy(team, node, slot, header))

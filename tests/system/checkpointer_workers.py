@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import mmap
 import os
 import random
 import select
@@ -28,11 +29,18 @@ from torch.nn.parallel import DistributedDataParallel
 from unequal_states import attempt
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.checkpointing.replicated import loader
+from elastic_agent.worker.checkpointing.loading import open_copies, state_loader
 from elastic_agent.worker.ranks import group
-from elastic_agent.worker.state import archive_layout
+from elastic_agent.worker.state.sharding import layout
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
+from elastic_agent.worker.storage.disk import (
+    checkpoint_files,
+    commit,
+    durable,
+    ownership,
+    parts,
+    shard_files,
+)
 from elastic_agent.worker.storage.memory import slots
 from elastic_agent.worker.wire import files
 
@@ -119,20 +127,19 @@ def load_at(
         be_of_node(node, local_rank)
         os.environ["ELASTIC_AGENT_MEMORY_BYTES"] = str(limit)
     if as_directory:
-        loader.Loader._place = lambda self: f"{node}:{as_directory}"
+        state_loader.StateLoader._place = lambda self: f"{node}:{as_directory}"
     verified, mapped = [], []
 
-    def verify(stream: Any, manifest: Any) -> None:
-        verified.append(manifest.step)
-        really_verify(stream, manifest)
+    def verify(copy: shard_files.DiskCopy) -> None:
+        verified.append(copy.footer.step)
+        really_verify(copy)
 
-    def torch_load(file: Any, **options: Any) -> Any:
-        if isinstance(file, str):
-            mapped.append(os.readlink(file))
-        return really_load(file, **options)
+    def map_file(fd: int, *args: Any, **options: Any) -> Any:
+        mapped.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return mmap.mmap(fd, *args, **options)
 
-    really_verify, really_load = checkpoint_files._verify, torch.load
-    checkpoint_files._verify, torch.load = verify, torch_load
+    really_verify, shard_files.DiskCopy.verify = shard_files.DiskCopy.verify, verify
+    open_copies.mmap = Overlay(mmap, mmap=map_file)
     return {**load(rank, directory), "verified": verified, "mapped": mapped}
 
 
@@ -147,10 +154,12 @@ def load_while_the_disk_rots(rank: int, directory: str, error: bool) -> dict[str
             buffer[0] ^= 1
             return count
 
-    def find(self: checkpoint_files.CheckpointFiles, *unwanted: Any) -> Any:
-        found, bad = really_find(self, *unwanted)
+    def find(self: checkpoint_files.CheckpointFiles, *unwanted: Any, verify: bool) -> Any:
+        found, bad = really_find(self, *unwanted, verify=verify)
         if found is not None:
-            found = checkpoint_files.VerifiedCheckpoint(found.manifest, Rotten(found.stream.detach()))
+            found = checkpoint_files.VerifiedCheckpoint(
+                found.manifest, Rotten(found.stream.detach()), found.footer
+            )
         return found, bad
 
     really_find = checkpoint_files.CheckpointFiles.find
@@ -252,13 +261,18 @@ def train(
 
         return call
 
-    checkpoint_files.os = ownership.os = durable.os = files.os = Overlay(
-        **{name: eventful(getattr(os, name)) for name in ("open", "write", "fsync", "rename", "unlink")}
+    checkpoint_files.os = ownership.os = durable.os = files.os = parts.os = commit.os = shard_files.os = (
+        Overlay(
+            **{
+                name: eventful(getattr(os, name))
+                for name in ("open", "write", "fsync", "rename", "unlink", "mkdir")
+            }
+        )
     )
     slots.os = Overlay(
         **{name: eventful(getattr(os, name)) for name in ("open", "rename", "unlink", "ftruncate")}
     )
-    archive_layout.torch = Overlay(torch, empty=eventful(torch.empty))
+    layout._copy_all = eventful(layout._copy_all)
     seed(rank)
     # The same initial weights everywhere come from DDP; the draws of the ranks differ.
     model = DistributedDataParallel(

@@ -82,7 +82,7 @@ def copy(slots: Slots, env: WorkerEnv, step: int, rank: int, world: int) -> None
     opened = slots.begin(SIZE)
     opened.trim()
     os.pwrite(opened.fd, data(rank, step), 0)
-    shards = RankShards(rank, (0, 8), f"{rank:016x}", common=True)
+    shards = RankShards(rank, f"{rank:016x}", common=True)
     slots.seal(opened, Header(step, env.generation, 0, world, SIZE, run=env.run, shards=shards))
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from elastic_agent.agent.machine.devices import Device, probe
+from tests.shards import state_on_disk
 
 from .harness import Job
 
@@ -98,10 +99,8 @@ def train(job: Job, name: str, *options: str) -> Path:
 
 
 def weights(checkpoints: Path) -> dict[str, torch.Tensor]:
-    newest = max(checkpoints.rglob("*.pt"), key=lambda path: path.name)
-    saved = torch.load(newest, map_location="cpu", weights_only=True)
-    assert saved["step"] == STEPS, "the run came to its end"
-    model: dict[str, torch.Tensor] = saved["state"]["model"]
+    saved = state_on_disk(checkpoints, STEPS)
+    model: dict[str, torch.Tensor] = saved["model"]
     return model
 
 

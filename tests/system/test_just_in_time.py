@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.shards import state_on_disk
+
 from .harness import TORCH_PRELOADED, Agent, Job, planted
 
 SCRIPT = Path(__file__).with_name("guarded_ddp.py")
@@ -107,9 +109,7 @@ class Run:
         self.go()
         for agent in self.agents:
             assert agent.exit_code(120) == 0
-        (newest,) = self.directory.glob(f"step-{self.steps:012d}-*.pt")
-        saved = torch.load(newest, weights_only=True)
-        return {name: digest(part) for name, part in saved["state"].items()} | {"rng": digest(saved["rng"])}
+        return {name: digest(part) for name, part in state_on_disk(self.directory, self.steps).items()}
 
 
 def digest(state: Any) -> str:

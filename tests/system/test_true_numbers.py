@@ -99,7 +99,7 @@ class Story:
         return Page(agent).all_of("step", "dropped_total") == [holds[-1]["step"], len(holds)]
 
     def damage(self, step: int) -> None:
-        [data] = self.checkpoints.glob(f"step-{step:012}-*.pt")
+        [data] = self.checkpoints.glob(f"step-{step:012}-*/__0_0.distcp")
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 0xFF
         data.write_bytes(content)

@@ -42,16 +42,17 @@ worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
-worker/checkpointing/loading: worker/errors worker/wire worker/steps worker/ranks worker/storage/memory \
+worker/checkpointing/loading: worker/errors worker/wire worker/state worker/state/sharding worker/steps \
+    worker/ranks worker/storage/memory \
     worker/storage/disk worker/storage/replication
-worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps worker/ranks \
+worker/checkpointing/saving: worker/errors worker/wire worker/state/sharding worker/state worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk
-worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/steps worker/ranks \
-    worker/storage/memory worker/storage/disk worker/checkpointing/loading worker/checkpointing/saving
+worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/state/sharding worker/steps \
+    worker/ranks worker/storage/memory worker/storage/disk worker/checkpointing/loading worker/checkpointing/saving
 worker/checkpointing/sharded: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk worker/storage/replication \
     worker/checkpointing/loading worker/checkpointing/saving
-worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks \
+worker/checkpointing: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
     worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
 worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/ranks worker/storage/memory \
     worker/storage/disk worker/storage/replication worker/checkpointing/loading \

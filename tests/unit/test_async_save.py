@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.storage.disk import async_save
-from elastic_agent.worker.storage.disk.async_save import DiskSaver, WholeSave
+from elastic_agent.worker.storage.disk.async_save import DiskSaver
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.sharded_save import ShardedSave
 from elastic_agent.worker.storage.memory.copy_header import Header
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import Run, WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
+
+PART = ShardedSave(1, "x", 1, 2, 5)
+"""That of a rank which does not commit."""
+WHOLE = ShardedSave(1, "x", 0, 1, 5, is_whole=True)
 
 
 class Case:
@@ -53,8 +58,8 @@ class Case:
         )
         monkeypatch.setattr(self.disk, "_do_here", write_here)
 
-    def begin(self) -> None:
-        self.disk.promise(WholeSave(1))
+    def begin(self, save: ShardedSave = PART) -> None:
+        self.disk.promise(save)
         self.disk.begin(self.slots, self.held)
 
     def lose(self) -> None:
@@ -95,7 +100,7 @@ def test_a_writer_is_left_only_what_it_finds(
     case = Case(tmp_path, monkeypatch, REFUSED)
     if lost:
         case.lose()
-    case.disk.leave_to_writer(WholeSave(1), case.slots, case.held)
+    case.disk.leave_to_writer(PART, case.slots, case.held)
     assert case.asked == (not lost)
 
 
@@ -120,7 +125,7 @@ def test_a_save_that_was_promised_and_never_began_is_an_error_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(tmp_path, monkeypatch, REFUSED)
-    case.disk.promise(WholeSave(1))
+    case.disk.promise(PART)
     outcome = case.disk.finish("the GPU is gone")
     assert outcome == WriteOutcome(1, error="SaveFailed", reason="the GPU is gone")
     assert case.disk.finish() is None
@@ -151,7 +156,7 @@ def test_an_order_that_cannot_be_made_leaves_nobody_waiting(
     case = Case(tmp_path, monkeypatch, REFUSED)
     case.disk.files.good = {"no": "step"}  # type: ignore[assignment]
     with pytest.raises(ValueError, match="good"):
-        case.begin()
+        case.begin(WHOLE)
     outcome = case.disk.finish()
     assert outcome is not None
     assert outcome.error == "SaveFailed"

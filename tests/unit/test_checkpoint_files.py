@@ -13,39 +13,21 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
-from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
+from elastic_agent.worker.storage.disk import (
+    checkpoint_files,
+    durable,
+    ownership,
+    parts,
+    shard_files,
+)
+from elastic_agent.worker.storage.disk import commit as commit_module
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.environment import Run
 from elastic_agent.worker.wire.files import checksum
-
-RUN = Run("run-a")
-
-
-def content(step: int) -> bytes:
-    return f"state after {step} steps ".encode() * 40
-
-
-def commit(files: CheckpointFiles, step: int, *, generation: int = 1) -> Manifest:
-    manifest = write(files, step, generation=generation)
-    files.publish(manifest, permitted)
-    return manifest
-
-
-def write(files: CheckpointFiles, step: int, *, generation: int) -> Manifest:
-    raw = content(step)
-    return files.write(
-        step,
-        generation=generation,
-        world_size=2,
-        serialize=lambda sink: sink.write(raw),
-        may_change=permitted,
-    )
-
-
-def permitted() -> None:
-    pass
+from tests.shards import RUN, commit_whole, content, data_of, write_whole
+from tests.shards import save_whole as commit
 
 
 def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
@@ -53,23 +35,12 @@ def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
     if checkpoint is None:
         return None, bad
     with checkpoint.stream:
-        assert checkpoint.stream.read() == content(checkpoint.manifest.step)
+        assert checkpoint.stream.read().startswith(content(checkpoint.manifest.step))
     return checkpoint.manifest.step, bad
 
 
 def names(directory: Path) -> set[str]:
     return {entry.name for entry in directory.iterdir()}
-
-
-def test_what_was_committed_is_found(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN)
-    assert found(files) == (None, [])
-    written = commit(files, 10)
-    checkpoint, bad = CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN).find()
-    assert checkpoint is not None
-    checkpoint.stream.close()
-    assert (checkpoint.manifest, bad) == (written, [])
-    assert Manifest.from_json(written.to_json()) == written
 
 
 def test_an_unwanted_checkpoint_is_taken_only_where_there_is_no_other(tmp_path: Path) -> None:
@@ -90,9 +61,7 @@ def test_an_unwanted_checkpoint_is_taken_only_where_there_is_no_other(tmp_path: 
 
 def test_data_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     files = CheckpointFiles(tmp_path, keep=2, run=RUN)
-    files.write(
-        10, generation=1, world_size=1, serialize=lambda sink: sink.write(content(10)), may_change=permitted
-    )
+    write_whole(files, 10)
     assert found(files) == (None, [])
 
 
@@ -142,7 +111,7 @@ def huge_manifest(manifest: Path, data: Path) -> None:
 
 def manifest_of_a_later_schema(manifest: Path, data: Path) -> None:
     body = json.loads(manifest.read_bytes())
-    body["schema"] = 5
+    body["schema"] = 6
     del body["check"]
     body["check"] = checksum(body)
     manifest.write_text(json.dumps(body))
@@ -160,15 +129,15 @@ def manifest_is_a_pipe(manifest: Path, data: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path, Path], None], str]] = [
     (truncate, "100 bytes long, the manifest says"),
     (grow, "bytes long, the manifest says"),
-    (flip_a_bit, "sha256 differs"),
+    (flip_a_bit, "do not match their checksum"),
     (lose_the_data, "No such file"),
-    (link_the_data, "Too many levels of symbolic links"),
+    (link_the_data, "is no file"),
     (link_the_manifest, "Too many levels of symbolic links"),
     (empty_manifest, "not JSON"),
     (garbage_manifest, "not JSON"),
     (nested_manifest, "not JSON"),
     (huge_manifest, "longer than"),
-    (manifest_of_a_later_schema, "schema 5, this version reads 2 and 3 and 4"),
+    (manifest_of_a_later_schema, "schema 6, this version reads 2 and 3 and 4 and 5"),
     (manifest_of_another_step, "under the name of step 20"),
     (manifest_is_a_pipe, "not JSON"),
 ]
@@ -181,7 +150,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
     manifest = commit(files, 20)
-    damage(tmp_path / "step-000000000020.json", tmp_path / manifest.file)
+    damage(tmp_path / "step-000000000020.json", data_of(tmp_path, manifest))
     step, bad = found(files)
     assert step == 10
     assert [error.step for error in bad] == [20]
@@ -189,9 +158,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert "step-000000000020" in str(bad[0])
 
 
+def raw_manifest(directory: Path) -> bytes:
+    return (directory / "step-000000000010.json").read_bytes()
+
+
 def test_no_bit_of_a_manifest_may_flip_unnoticed(tmp_path: Path) -> None:
     manifest = commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10)
-    raw = manifest.to_json()
+    raw = raw_manifest(tmp_path)
     believed = set()
     for position in range(len(raw) * 8):
         flipped = bytearray(raw)
@@ -208,13 +181,14 @@ def test_no_bit_of_a_manifest_may_flip_unnoticed(tmp_path: Path) -> None:
     ("field", "value"),
     [("step", -1), ("step", True), ("step", 1.0), ("generation", "1"), ("world_size", 0), ("size", 0),
      ("sha256", "f" * 63), ("sha256", None), ("file", "../../etc/passwd"), ("file", "step-000000000010.pt"),
-     ("run", "a/b"), ("run", None), ("file", "step-000000000010-run-b-00000000-0000000000000000.pt"),
+     ("run", "a/b"), ("run", None), ("file", f"step-{10:012d}-run-b-{1:08d}-00000000"),
      ("step", 2**63), ("size", 2**63), ("generation", -1), ("sha256", "F" * 64), ("sha256", 5), ("file", 5),
-     ("file", f"step-{10:012d}-run-a-00000000-{'0' * 16}.pt"), ("schema", 1), ("schema", 3), ("schema", 5),
-     ("schema", True), ("schema", 2.0), ("schema", None), ("more", 1)],
+     ("file", f"step-{10:012d}-run-a-{2:08d}-00000000"), ("schema", 1), ("schema", 2), ("schema", 3), ("schema", 6),
+     ("schema", True), ("schema", 2.0), ("schema", None), ("more", 1), ("parts", 0), ("parts", 3)],
 )  # fmt: skip
 def test_a_manifest_with_a_wrong_field_cannot_exist(tmp_path: Path, field: str, value: object) -> None:
-    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10).to_json())
+    commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10)
+    body = json.loads(raw_manifest(tmp_path))
     del body["check"]
     body[field] = value
     body["check"] = checksum(body)
@@ -223,10 +197,11 @@ def test_a_manifest_with_a_wrong_field_cannot_exist(tmp_path: Path, field: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["step", "generation", "world_size", "file", "size", "sha256", "run", "check"]
+    "name", ["step", "generation", "world_size", "file", "files", "size", "sha256", "run", "check"]
 )
 def test_a_manifest_without_a_field_cannot_exist(tmp_path: Path, name: str) -> None:
-    body = json.loads(commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10).to_json())
+    commit(CheckpointFiles(tmp_path, keep=1, run=RUN), 10)
+    body = json.loads(raw_manifest(tmp_path))
     del body["check"]
     if name != "check":
         del body[name]
@@ -263,30 +238,21 @@ def test_data_whose_manifest_cannot_be_read_is_kept_and_without_one_it_is_not(tm
     damaged, lost = commit(files, 10), commit(files, 20)
     (tmp_path / "step-000000000010.json").write_bytes(b"half")
     (tmp_path / "step-000000000020.json").unlink()
-    write(CheckpointFiles(tmp_path, keep=2, run=RUN), 30, generation=1)
+    commit(CheckpointFiles(tmp_path, keep=2, run=RUN), 30)
     assert (tmp_path / damaged.file).exists()
     assert not (tmp_path / lost.file).exists()
-
-
-def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("the user's own file")
-    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
-    kept = [commit(files, step) for step in (10, 20, 30, 40)][-2:]
-    assert names(tmp_path) == {
-        "notes.txt", "step-000000000030.json", "step-000000000040.json", *(manifest.file for manifest in kept)
-    }  # fmt: skip
 
 
 def test_the_checkpoint_fallen_back_to_outlives_the_bad_one(tmp_path: Path) -> None:
     files = CheckpointFiles(tmp_path, keep=2, run=RUN)
     commit(files, 10)
-    flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
+    flip_a_bit(tmp_path, data_of(tmp_path, commit(files, 20)))
 
     resumed = CheckpointFiles(tmp_path, keep=2, run=RUN)
     assert found(resumed)[0] == 10
     newest = commit(resumed, 30)
     assert resumed.steps() == [30, 10]  # not 30 and the bad 20
-    truncate(tmp_path, tmp_path / newest.file)
+    truncate(tmp_path, data_of(tmp_path, newest))
     assert found(CheckpointFiles(tmp_path, keep=2, run=RUN))[0] == 10
 
 
@@ -313,16 +279,6 @@ def test_a_newer_step_of_this_generation_goes_only_if_a_load_gave_it_up(
     late.claim.bad_steps.update({20} if given_up else ())
     commit(late, 10)
     assert late.steps() == ([10] if given_up else [20, 10])
-
-
-def test_the_same_step_may_be_committed_again(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
-    commit(files, 10)
-    flip_a_bit(tmp_path, tmp_path / commit(files, 20).file)
-    resumed = CheckpointFiles(tmp_path, keep=2, run=RUN)
-    assert found(resumed)[0] == 10
-    commit(resumed, 20, generation=2)
-    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (20, [])
 
 
 def test_what_dead_writers_left_is_removed_and_a_newer_writer_is_left_alone(tmp_path: Path) -> None:
@@ -385,6 +341,19 @@ def refused() -> None:
     raise Fenced("generation 1 is over")
 
 
+def after(questions: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Leave is given so often, and `then` is asked."""
+    left = questions
+
+    def may_change() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            then()
+
+    return may_change
+
+
 def writers(directory: Path) -> tuple[CheckpointFiles, CheckpointFiles]:
     """Of one run: one of the past, and one of the present."""
     return CheckpointFiles(directory, keep=2, run=RUN), CheckpointFiles(directory, keep=2, run=RUN)
@@ -394,9 +363,9 @@ def test_a_writer_of_the_past_leaves_nothing(tmp_path: Path) -> None:
     past, present = writers(tmp_path)
     commit(past, 10)
     before = names(tmp_path)
-    unpublished = write(past, 20, generation=1)
+    attempt = write_whole(past, 20)
     with pytest.raises(Fenced):
-        past.publish(unpublished, refused)
+        commit_whole(past, attempt, 20, may_change=after(1, refused))
     assert names(tmp_path) == before
     commit(present, 20, generation=2)
     assert found(present) == (20, [])
@@ -405,16 +374,16 @@ def test_a_writer_of_the_past_leaves_nothing(tmp_path: Path) -> None:
 def test_a_writer_of_the_past_removes_no_data_of_the_present(tmp_path: Path) -> None:
     """The same step with the same bits: each writer's data has a name of its own."""
     past, present = writers(tmp_path)
-    old = write(past, 10, generation=1)
-    new: list[Manifest] = []
+    old = write_whole(past, 10)
+    new: list[str] = []
 
     def overtaken() -> None:
-        new.append(write(present, 10, generation=2))
+        new.append(write_whole(present, 10, generation=2))
         refused()
 
     with pytest.raises(Fenced):
-        past.publish(old, overtaken)
-    present.publish(new[0], permitted)
+        commit_whole(past, old, 10, may_change=after(1, overtaken))
+    commit_whole(present, new[0], 10, generation=2)
     assert found(present) == (10, [])
 
 
@@ -422,11 +391,13 @@ def test_a_rename_that_the_present_has_overtaken_fails(tmp_path: Path) -> None:
     """Leave was given, and the process stood still before it could use it."""
     past, present = writers(tmp_path)
     commit(past, 10)
-    begun: list[Manifest] = []
+    old = write_whole(past, 20)
+
+    def overtaken() -> None:
+        commit(present, 15, generation=2)
+
     with pytest.raises(FileNotFoundError):
-        past.publish(write(past, 20, generation=1), lambda: begun.append(write(present, 15, generation=2)))
-    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (10, [])
-    present.publish(begun[0], permitted)
+        commit_whole(past, old, 20, may_change=after(1, overtaken))
     assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (15, [])
 
 
@@ -437,23 +408,22 @@ def test_a_writer_that_stood_still_after_its_commit_deletes_nothing_of_those_who
     """To a writer that fell back to step 10, data beyond step 30 looks like what was never published."""
     past, present = writers(tmp_path)
     commit(past, 10)
-    old = write(past, 30, generation=1)
-    new: list[Manifest] = []
+    old = write_whole(past, 30)
+    new: list[str] = []
 
     def fsync(fd: int) -> None:
         os.fsync(fd)
         if not new and "step-000000000030.json" in names(tmp_path):
             monkeypatch.undo()
             assert found(present)[0] == 30
-            new.append(write(present, 40, generation=2))
+            new.append(write_whole(present, 40, generation=2))
             if already_published:
-                present.publish(new[0], permitted)
+                commit_whole(present, new[0], 40, generation=2)
 
     replace_os(monkeypatch, _Overlay(fsync=fsync))
-    past.publish(old, lambda: refused() if new else None)
+    commit_whole(past, old, 30, may_change=lambda: refused() if new else None)
     if not already_published:
-        assert "old checkpoints not deleted" in caplog.text
-        present.publish(new[0], permitted)
+        commit_whole(present, new[0], 40, generation=2)
     assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (40, [])
 
 
@@ -480,16 +450,11 @@ def test_a_full_disk_costs_the_new_checkpoint_and_no_old_one(small_disk: Path) -
     commit(files, 10)
     before = names(small_disk)
 
-    def too_much(sink: Any) -> None:
-        try:
-            sink.write(b"x" * 2_000_000)
-        except OSError as error:
-            raise RuntimeError("what torch.save says of a full disk") from error
-
     with pytest.raises(OSError, match="No space left") as refused:
-        files.write(20, generation=1, world_size=1, serialize=too_much, may_change=permitted)
+        write_whole(files, 20, raw=b"x" * 2_000_000)
     assert refused.value.errno == errno.ENOSPC
-    assert names(small_disk) == before
+    (left,) = names(small_disk) - before
+    assert not os.listdir(small_disk / left)
     assert found(files) == (10, [])
     commit(files, 20)  # there is room again: nothing of the failed one is left
 
@@ -503,7 +468,7 @@ def test_a_read_only_disk_refuses_and_still_loads(small_disk: Path) -> None:
     assert found(files) == (10, [])
 
 
-@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("failing", range(6))
 def test_a_file_whose_fsync_failed_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -522,13 +487,13 @@ def test_a_file_whose_fsync_failed_is_abandoned(
         commit(files, 20)
     monkeypatch.undo()
     assert calls == failing + 1  # asked again, the kernel would call it a success
-    assert not [name for name in names(tmp_path) if name.startswith("tmp-")]
+    assert not list(tmp_path.rglob("tmp-*"))
     # The manifest is visible only if everything but its directory entry was known to be durable.
-    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (20 if failing == 3 else 10, [])
+    assert found(CheckpointFiles(tmp_path, keep=2, run=RUN)) == (20 if failing == 5 else 10, [])
 
 
 def replace_os(monkeypatch: pytest.MonkeyPatch, overlay: _Overlay) -> None:
-    for module in (checkpoint_files, ownership, durable, files):
+    for module in (checkpoint_files, commit_module, ownership, durable, files, parts, shard_files):
         monkeypatch.setattr(module, "os", overlay)
 
 

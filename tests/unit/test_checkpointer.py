@@ -32,13 +32,15 @@ from elastic_agent.worker.checkpointing.loading.selection import (
     Source,
     choose_source,
 )
-from elastic_agent.worker.checkpointing.replicated import loader
+from elastic_agent.worker.checkpointing.loading.state_loader import StateLoader
 from elastic_agent.worker.checkpointing.replicated.contents import Contents
 from elastic_agent.worker.state import rng
+from elastic_agent.worker.state.sharding import reading
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.disk import async_save, commit_permission, ownership
+from elastic_agent.worker.storage.disk import async_save, commit, commit_permission, ownership
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.shard_files import data_name
 from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, Run, WorkerEnv
 from elastic_agent.worker.wire.messages import (
@@ -65,7 +67,7 @@ def plain_python(own_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spoil(directory: Path, step: int) -> None:
-    (data,) = directory.glob(f"step-{step:012d}-*.pt")
+    (data,) = directory.glob(f"step-{step:012d}-*/{data_name(0)}")
     os.truncate(data, data.stat().st_size - 1)
 
 
@@ -245,7 +247,7 @@ def test_an_unreadable_directory_is_not_a_new_start(tmp_path: Path) -> None:
 def test_other_names_are_refused_before_anything_changes(tmp_path: Path) -> None:
     Checkpointer(tmp_path, {"a": {"x": 1}, "b": {}}).save(10)
     a = {"x": 2}
-    with pytest.raises(CheckpointMismatch, match=r"holds \['a', 'b'\], this script's state is \['a', 'c'\]"):
+    with pytest.raises(CheckpointMismatch, match="has no part 'c'"):
         Checkpointer(tmp_path, {"a": a, "c": {}}).load()
     assert a == {"x": 2}
 
@@ -344,24 +346,24 @@ def gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gate:
 def test_the_agent_is_asked_before_anything_is_written_and_again_when_all_is_durable(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.answers = [CommitGranted(60.0)] * 3
+    gate.answers = [CommitGranted(60.0)] * 5
     checkpoints = Checkpointer(tmp_path, {})
     assert checkpoints.save(10)
-    assert gate.asked == [CommitQuestion(7)], "once, where the grant outlasts the write"
-    write = checkpoints._files.write
+    assert gate.asked == [CommitQuestion(7)] * 2, "for data and manifest, where the grants outlast the writes"
+    write = commit.write_durably
 
     def slowly(*args: Any, **named: Any) -> Any:
         written = write(*args, **named)
         gate.now += 61.0
         return written
 
-    monkeypatch.setattr(checkpoints._files, "write", slowly)
+    monkeypatch.setattr(commit, "write_durably", slowly)
     assert checkpoints.save(20)
-    first, before, durable = gate.visible
+    first, _, before, written, durable = gate.visible
     assert first == set()
-    (data,) = durable - before
+    (data,) = written - before
     assert data.startswith("step-000000000020-")
-    assert data.endswith(".pt")
+    assert durable == written
 
 
 def test_an_agent_of_another_version_commits_nothing_and_ends_nothing(
@@ -497,9 +499,9 @@ def test_a_state_that_ends_the_process_that_reads_it_was_told_before(
     def die(*_: Any) -> None:
         raise SystemExit(139)
 
-    monkeypatch.setattr(loader, "load_mapped", break_off)
+    monkeypatch.setattr(reading, "loaded", break_off)
     assert chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}})) == ("CheckpointError", 10)
-    monkeypatch.setattr(loader, "load_mapped", die)
+    monkeypatch.setattr(reading, "loaded", die)
     with pytest.raises(SystemExit):
         chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}}))
     assert progress._words is not None
@@ -512,23 +514,28 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     """The copy of this run that is left is older than what another run has left on this disk."""
     monkeypatch.setenv("ELASTIC_AGENT_RUN", "ended")
     Checkpointer(tmp_path, {}).save(200)
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("step-*")}
+    before = content(tmp_path)
     monkeypatch.setenv("ELASTIC_AGENT_RUN", "mine")
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "5")
     monkeypatch.setenv("ELASTIC_AGENT_BAD_STATE", "4:90")
     mine = Manifest(85, 2, 1, f"step-{85:012d}-mine-00000000-{'a' * 16}.pt", 1, "a" * 64, "mine")
     env = WorkerEnv.of(os.environ)
     files = CheckpointFiles(tmp_path, keep=2, run=Run("mine"))
-    one = loader.Loader(files, Contents({}, (), {}, is_compared=False), None, env, read_only=False)
+    contents = Contents({}, (), {}, is_compared=False)
+    one = StateLoader(files, contents, None, env, is_sharded=False, read_only=False)
     foreign = one._offer(one._claimed(), ())
     assert foreign.foreign
     assert foreign.manifest is not None
     assert choose_source([foreign, Offer(mine)], BadState.of(env, "mine")) == Source(mine, 1)
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
+    assert content(tmp_path) == before
+
+
+def content(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def test_a_process_of_the_past_commits_nothing(tmp_path: Path, gate: Gate) -> None:
-    gate.answers = [CommitGranted(60.0), CommitRefused("generation 8 has replaced it")]
+    gate.answers = [CommitGranted(60.0), CommitGranted(60.0), CommitRefused("generation 8 has replaced it")]
     checkpoints = Checkpointer(tmp_path, {})
     checkpoints.save(10)
     with pytest.raises(Fenced, match="generation 7 is over"):
@@ -541,7 +548,8 @@ def test_an_unconfirmed_generation_saves_nothing_and_ends_nothing(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = CommitUndecided("the store is away")
-    gate.answers = [CommitGranted(60.0), *[away] * 5, CommitGranted(60.0)]
+    granted = [CommitGranted(60.0)] * 2
+    gate.answers = [*granted, *[away] * 5, *granted]
     checkpoints = Checkpointer(tmp_path, {}, max_failed_saves=2)
     assert [checkpoints.save(step) for step in range(1, 8)] == [True, *[False] * 5, True]
     assert "training goes on" in caplog.text
@@ -573,9 +581,10 @@ def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.
     Checkpointer(directory, {}).save(10)
     saved = heard()
     assert isinstance(saved, SaveReport)
-    (data,) = directory.glob("*.pt")
+    manifest = CheckpointFiles(directory, keep=1, run=Run("reader")).newest_manifest()
+    assert manifest is not None
     assert (saved.generation, saved.local_rank, saved.step, saved.result) == (7, 1, 10, "ok")
-    assert saved.bytes == data.stat().st_size
+    assert saved.bytes == manifest.size
     assert saved.directory == str(directory)
 
     assert not Checkpointer(directory, {}).save(10)

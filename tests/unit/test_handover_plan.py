@@ -148,7 +148,7 @@ def copy(
     twins: tuple[int, ...] = (),
 ) -> FoundCopy:
     """Of rank 2N and 2N+1 on the N-th node; `of`: a replica of that node's."""
-    shards = RankShards(rank, (0, 1), f"{rank:016x}", rank == 0, twins) if local_rank is not None else None
+    shards = RankShards(rank, f"{rank:016x}", rank == 0, twins) if local_rank is not None else None
     header = Header(step, 4, 0, 64, 10, run="run-a", shards=shards)
     return FoundCopy(SlotFolder.of("/checkpoints", local_rank, of), slot, header)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, SaveFailed
-from elastic_agent.worker.state import archive_layout
+from elastic_agent.worker.state.sharding.layout import ShardLayout
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.disk import durable
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
@@ -40,13 +40,13 @@ def worker(monkeypatch: pytest.MonkeyPatch, only_worker: Path, tmp_path: Path) -
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, event: Event) -> None:
-    really = archive_layout.Layout.copy_to
+    really = ShardLayout.copy_to
 
-    def copy_to(self: archive_layout.Layout, view: memoryview, target: torch.Tensor) -> list[Any]:
+    def copy_to(self: ShardLayout, view: memoryview, target: torch.Tensor) -> list[Any]:
         really(self, view, target)
         return [event]
 
-    monkeypatch.setattr(archive_layout.Layout, "copy_to", copy_to)
+    monkeypatch.setattr(ShardLayout, "copy_to", copy_to)
 
 
 def full(*_: object) -> Any:

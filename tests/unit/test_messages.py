@@ -53,12 +53,11 @@ from elastic_agent.worker.wire.messages import (
     UnsavedStep,
     UnsavedSteps,
     Verdict,
-    WriteOrder,
     WriteOutcome,
     encode,
 )
 
-ORDER = WriteOrder("/dev/shm/x", "/runs/\udcff", "a", 120, 6, 7, 2, (100, 110), "3b9e")
+ORDER = ShardOrder("/dev/shm/x", "/runs/\udcff", "3b9e", "a", 120, 6, 7, "3b9e", "step-120", 0, None)
 MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (REPORTS, SaveReport(7, 0, 120, "ok", 0.25, 4096)),
     (REPORTS, SaveReport(7, 0, 120, "error", 3, 0)),
@@ -87,7 +86,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (WRITE_ORDERS, ORDER),
     (WRITE_ORDERS, ShardOrder("/dev/shm/x", "/runs/x", "3b9e.1", "b", 120, 6, 7, "3b9e", "step-120", 9, None)),
     (WRITE_ORDERS, ShardOrder("/dev/shm/x", "/runs/x", "3b9e.1", "b", 120, 6, 7, "3b9e", "step-120", 9, 1)),
-    (WRITE_ORDERS, CommitOrder("/runs/x", 120, 7, "3b9e", "step-120", 16, 2, (100, 110), 60.0)),
+    (WRITE_ORDERS, CommitOrder("/runs/x", 120, 7, "3b9e", "step-120", 16, 16, 2, (100, 110), 60.0)),
     (WRITE_ORDERS, FinishWrites()),
     (WRITE_CANCELS, CancelWrite()),
     (WRITE_OUTCOMES, WriteOutcome(120, 4096)),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.worker.checkpointing.loading.open_copies import CopiesUnusable, MemoryReader
 from elastic_agent.worker.checkpointing.loading.selection import CopyPlace
-from elastic_agent.worker.checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.memory.copy_header import Header
@@ -164,4 +164,4 @@ class Nodes:
 
 def _table_place(header: Header) -> tuple[int, int]:
     assert header.shards is not None
-    return header.shards.table
+    return header.table

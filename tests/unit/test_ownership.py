@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,12 +16,20 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
-from elastic_agent.worker.storage.disk import checkpoint_files, durable, ownership
+from elastic_agent.worker.storage.disk import (
+    checkpoint_files,
+    commit,
+    durable,
+    ownership,
+    parts,
+    shard_files,
+)
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.ownership import Ownership
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.environment import Run, this_run
 from elastic_agent.worker.wire.files import checksum, seal, seal_fields
+from tests.shards import commit_whole, write_whole
 
 A, B, C = (Run(f"run-{name}", f"job {name}") for name in "abc")
 
@@ -85,15 +94,8 @@ class Job:
 
     def save(self, step: int, may_change: Callable[[], None] = permitted) -> None:
         self.files.claim.uphold(self.step)
-        content = f"{self.run.id} after {step}".encode()
-        manifest = self.files.write(
-            step,
-            generation=self.generation,
-            world_size=1,
-            serialize=lambda sink: sink.write(content),
-            may_change=may_change,
-        )
-        self.files.publish(manifest, may_change)
+        attempt = write_whole(self.files, step, generation=self.generation, may_change=may_change)
+        commit_whole(self.files, attempt, step, generation=self.generation, may_change=may_change)
         self.step = step
         self.saved.append(step)
 
@@ -128,7 +130,8 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_owner_is_read_as_it_was_written() -> None:
     assert Ownership.from_json(OWNER.to_json()) == OWNER
-    assert Ownership.from_json(seal(2, OWNER)) == OWNER, "that of the version before is read, too"
+    for schema in (2, 4):
+        assert Ownership.from_json(seal(schema, OWNER)) == OWNER, "that of the version before is read, too"
 
 
 OWNER = Ownership(A, {"run-b": 7})
@@ -188,7 +191,7 @@ class Interrupted:
         self._left = at
         self._then = then
         self.happened = False
-        for module in (checkpoint_files, ownership, durable, files):
+        for module in (checkpoint_files, commit, ownership, durable, files, parts, shard_files):
             monkeypatch.setattr(module, "os", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -434,7 +437,7 @@ def test_a_manifest_that_cannot_be_read_is_deleted_with_its_run_and_not_otherwis
     assert c.load() == 30
     fill(c)
     assert (directory / f"step-{step:012d}.json").exists() == (whose == B)
-    assert len(list(directory.glob(f"step-{step:012d}-*.pt"))) == (whose == B)
+    assert len(list(directory.glob(f"step-{step:012d}-*"))) == (whose == B)
 
 
 def test_what_a_version_without_runs_has_left_is_named_and_stays(tmp_path: Path) -> None:
@@ -478,12 +481,16 @@ def test_a_job_that_is_started_again_goes_on_and_so_does_the_next(tmp_path: Path
         del job
 
 
+def lose_data(directory: Path, step: int) -> None:
+    (attempt,) = directory.glob(f"step-{step:012d}-*")
+    shutil.rmtree(attempt)
+
+
 def test_going_back_deletes_what_was_given_up_of_ones_own_and_of_those_before(tmp_path: Path) -> None:
     started(tmp_path)
     job = Job(tmp_path, B)
     job.load()
-    (data,) = tmp_path.glob("step-000000000030-*.pt")
-    data.unlink()
+    lose_data(tmp_path, 30)
     again = Job(tmp_path, B, generation=2)
     assert again.load() == 20
     again.save(25)
@@ -492,8 +499,7 @@ def test_going_back_deletes_what_was_given_up_of_ones_own_and_of_those_before(tm
 
 def test_a_newer_step_that_does_not_verify_stops_nobody(tmp_path: Path) -> None:
     started(tmp_path)
-    (data,) = tmp_path.glob("step-000000000030-*.pt")
-    data.unlink()
+    lose_data(tmp_path, 30)
     job = Job(tmp_path, B)
     assert job.load() == 20
     job.save(25)
@@ -693,50 +699,44 @@ def away() -> None:
     raise Unconfirmed("the store is away")
 
 
-def test_saves_that_nobody_confirms_leave_a_bounded_number_of_files(tmp_path: Path) -> None:
+def test_saves_that_nobody_confirms_write_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, A)
     job.load()
     job.save(1)
     job.save(2)
     before = sorted(os.listdir(tmp_path))
-    serialized = []
-
-    def unconfirmed(step: int) -> None:
-        with pytest.raises(Unconfirmed):
-            job.files.write(
-                step, generation=1, world_size=1, serialize=lambda _: serialized.append(step), may_change=away
-            )
-
     for step in range(3, 23):
-        unconfirmed(step)
-    assert serialized == [], "nothing is written in vain"
+        with pytest.raises(Unconfirmed):
+            job.save(step, away)
     assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("refusal", [Unconfirmed, Fenced, OSError, KeyboardInterrupt])
-def test_a_publish_that_fails_removes_its_data(tmp_path: Path, refusal: type[BaseException]) -> None:
+def test_a_publish_that_fails_leaves_the_data_of_one_save_at_most(
+    tmp_path: Path, refusal: type[BaseException]
+) -> None:
     job = Job(tmp_path, A)
     job.load()
     job.save(1)
-    before = sorted(os.listdir(tmp_path))
+    before = set(os.listdir(tmp_path))
     for step in range(2, 22):
-        answers = iter([None, refusal("no")])
 
-        def may_change(answers: Iterator[BaseException | None] = answers) -> None:
-            if (answer := next(answers)) is not None:
-                raise answer
+        def may_change(step: int = step) -> None:
+            if list(tmp_path.glob(f"step-{step:012d}-*/.metadata")):  # all but the manifest is there
+                raise refusal("no")
 
         with pytest.raises(refusal):
             job.save(step, may_change)
-    assert sorted(os.listdir(tmp_path)) == before
+        left = set(os.listdir(tmp_path)) - before
+        assert len(left) <= (refusal is not Fenced), "another try may publish it"
+    job.save(22)
+    assert not left.intersection(os.listdir(tmp_path))
 
 
-def test_what_a_killed_writer_left_is_removed_before_the_next_gigabytes(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     job = Job(tmp_path, A)
     job.load()
     for step in range(1, 21):
-        # Killed before it could publish, or clear up.
-        job.files.write(
-            step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=permitted
-        )
-        assert len(list(tmp_path.glob("*.pt"))) == 1
+        write_whole(job.files, step)  # killed before it could publish, or clear up
+    job.save(21)
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1

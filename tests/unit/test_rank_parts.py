@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, CheckpointError, NotPlainData
-from elastic_agent.worker.state.rank_parts import pack, rules_of, states_for, unpack
+from elastic_agent.worker.checkpointing.replicated.contents import Boundary
+from elastic_agent.worker.state.rank_parts import pack, rules_of, unpack
+from elastic_agent.worker.state.sharding.parts import ShardedParts
 from elastic_agent.worker.steps import progress
 
 
@@ -50,11 +52,16 @@ def test_a_rule_sees_all_ranks_and_is_not_asked_in_a_world_of_the_same_size() ->
         seen.append((states, rank, world_size))
         return {"of": "new"}
 
-    assert states_for(1, 2, rows, {"own": rule}, "x") == {"own": {"of": 1}}
+    def loaded(rank: int, world_size: int) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        payload = {"state": {}, "ranks": rows, "rng": [torch.zeros(1)] * 2}
+        ShardedParts({"own": own}, (), {"own": rule}).prepare_file(payload, rank, world_size).apply()
+        return own
+
+    assert loaded(1, 2) == {"of": 1}
     assert not seen
-    assert states_for(2, 3, rows, {"own": rule}, "x") == {"own": {"of": "new"}}
+    assert loaded(2, 3) == {"of": "new"}
     assert seen == [({0: {"of": 0}, 1: {"of": 1}}, 2, 3)]
-    assert states_for(0, 3, [], {}, "x") == {}
 
 
 @pytest.mark.usefixtures("only_worker")
@@ -68,10 +75,11 @@ def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest
     assert not planned.save_last_step_alone(1)
     assert "step 1 is not kept: ['own'] are each rank's own" in caplog.text
     assert set(planned.parts) == {"text"}, "what the guard of another Checkpointer looks after"
-    assert not planned.save_just_in_time(1, {})
+    boundary = Boundary({}, {})
+    assert not planned.save_just_in_time(1, boundary)
     assert checkpoints.save_to_memory(1)
-    assert planned.save_just_in_time(1, {}), "the copy of that step has all ranks' own states already"
-    assert not planned.save_just_in_time(2, {})
+    assert planned.save_just_in_time(1, boundary), "the copy of that step has all ranks' own states already"
+    assert not planned.save_just_in_time(2, boundary)
 
 
 @pytest.mark.usefixtures("only_worker")

@@ -42,7 +42,7 @@ def copy(
     keep: tuple[int, int] | None = None,
 ) -> FoundCopy:
     """In the slots of local rank 0, or in a replica `of` another node."""
-    shards = RankShards(rank, (0, 1), f"{min(rank, *twins, rank):016x}", common, twins, keep)
+    shards = RankShards(rank, f"{min(rank, *twins, rank):016x}", common, twins, keep)
     header = Header(step, generation, resumed_from, world, 1, run=run, shards=shards)
     return FoundCopy(SlotFolder("d" * 16, 0, of * 12), "ab"[step % 2], header)
 

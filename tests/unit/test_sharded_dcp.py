@@ -46,7 +46,7 @@ def items(rank: int) -> Items:
         bias, seen = ("model", "bias"), ("meta", "seen")
         rows.append(Row(bias, key_of(bias), BIAS.dtype, (3,), (0,), (3,), True, 2))
         tensors.append(BIAS)
-        values.append((key_of(seen), seen, Archives().of(key_of(seen), 5, 10), True))
+        values.append((key_of(seen), seen, Archives().of(seen, 5, 10), True))
     return Items(Form(rows, len(tensors)), tensors, values, False, rank)
 
 
@@ -58,15 +58,15 @@ def test_dcp_reads_a_checkpoint_of_ours(tmp_path: Path) -> None:
         layout = ShardLayouts().lay_out(items(rank))
         raw = bytearray(layout.size)
         layout.copy_to(memoryview(raw), torch.frombuffer(raw, dtype=torch.uint8))
-        shards = RankShards(rank, layout.table_place, layout.digest, rank == 0)
-        header = Header(10, 1, 0, WORLD_SIZE, layout.size, run=RUN.id, shards=shards)
+        shards, place = RankShards(rank, layout.digest, rank == 0), layout.table_place
+        header = Header(10, 1, 0, WORLD_SIZE, layout.size, run=RUN.id, shards=shards, table=place)
         slots = in_slot(tmp_path, str(tmp_path), rank, bytes(raw), header)
         with slots.hold("a") as held:
             write_held(files, Part(attempt, 1, twin_of), slots, held, permitted)
         tables[rank] = layout.table if twin_of is None else own_rows(layout.table, rank)[0]
     index = metadata_of(tables)
     manifest = commit(
-        files, CommitOrder("", 10, 1, RUN.id, attempt, WORLD_SIZE, 1, (), 0.0), index, permitted
+        files, CommitOrder("", 10, 1, RUN.id, attempt, WORLD_SIZE, WORLD_SIZE, 1, (), 0.0), index, permitted
     )
 
     state: dict[str, Any] = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.codec import plain
 from elastic_agent.worker.errors import BadCheckpoint, Fenced, OtherRun, SaveFailed, Unconfirmed
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.disk import parts, shard_files
@@ -43,6 +44,7 @@ from tests.shards import (
     permitted,
     save_all,
     save_part,
+    save_whole,
 )
 
 PIECE = 1000
@@ -68,7 +70,7 @@ def test_what_all_ranks_have_written_is_found(tmp_path: Path) -> None:
     assert found(CheckpointFiles(tmp_path / "runs" / "x", keep=2, run=RUN)) == (10, [])
     raw = (tmp_path / "runs" / "x" / "step-000000000010.json").read_bytes()
     assert Manifest.from_json(raw) == manifest
-    assert manifest.is_sharded
+    assert manifest.parts == 3
     attempt = tmp_path / "runs" / "x" / manifest.file
     assert {path.name for path in attempt.iterdir()} == {
         ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"
@@ -78,10 +80,11 @@ def test_what_all_ranks_have_written_is_found(tmp_path: Path) -> None:
 
 
 def test_the_newest_good_ones_are_kept_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the user's own file")
     all_nodes = nodes(tmp_path)
     kept = [save_all(all_nodes, step) for step in (10, 20, 30, 40)][-2:]
     assert {path.name for path in tmp_path.iterdir()} == {
-        "step-000000000030.json", "step-000000000040.json", *(manifest.file for manifest in kept)
+        "notes.txt", "step-000000000030.json", "step-000000000040.json", *(manifest.file for manifest in kept)
     }  # fmt: skip
     for manifest in kept:
         check(all_nodes[0], manifest)
@@ -207,7 +210,7 @@ def test_a_twin_writes_only_what_it_has_for_itself(tmp_path: Path) -> None:
         assert copy.footer.size < first.footer.size
     raw, header = copy_of(1, 10, 2, group=0)
     assert header.shards is not None
-    offset, length = header.shards.table
+    offset, length = header.table
     assert own_rows(Table.from_bytes(raw[offset : offset + length]), 1)[0] == copy.table
 
 
@@ -423,24 +426,17 @@ def test_replicated_and_sharded_checkpoints_lie_in_one_directory(tmp_path: Path)
     """A job that changes from DDP to FSDP, and back: the newest counts, and `keep` are kept."""
     files, *_ = all_nodes = nodes(tmp_path, 1)
 
-    def save_replicated(step: int) -> None:
-        manifest = files.write(
-            step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=permitted
-        )
-        files.publish(manifest, permitted)
-
-    save_replicated(10)
+    save_whole(files, 10)
     save_all(all_nodes, 20)
     assert files.steps() == [20, 10]
     save_all(all_nodes, 30)
-    assert not list(tmp_path.glob("*.pt"))
-    save_replicated(40)
-    save_replicated(50)
-    assert attempts(tmp_path) == set()
+    assert attempts(tmp_path) == {path.name for path in tmp_path.glob("step-*-run-a-*")}
+    kept = {save_whole(files, step).file for step in (40, 50)}
+    assert attempts(tmp_path) == kept
     checkpoint, _ = files.find()
     assert checkpoint is not None
     checkpoint.stream.close()
-    assert (checkpoint.manifest.step, checkpoint.manifest.is_sharded) == (50, False)
+    assert (checkpoint.manifest.step, checkpoint.manifest.parts) == (50, 1)
 
 
 # --- Of other runs
@@ -522,12 +518,12 @@ def test_a_manifest_of_a_thousand_ranks_is_bounded_and_a_line_for_each_file() ->
         data_name(rank): FileSum(10**11, "b" * 64) for rank in range(1000)
     }
     name = "step-000000000010-run-a-00000001-00000000"
-    manifest = Manifest(10, 1, 1000, name, 10**14, digest_of(files), RUN.id)
+    manifest = Manifest(10, 1, 1000, name, 10**14, digest_of(files), RUN.id, 1000)
     raw = manifest.to_json(files)
     assert Manifest.from_json(raw) == manifest
     assert len(raw) < 125_000
     assert raw.decode().count("\n") < 1020
-    assert len(manifest.to_json()) < 500, "what ranks tell each other"
+    assert len(json.dumps(plain(manifest))) < 500, "what ranks tell each other"
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def replace_by_pipe(path: Path) -> None:
         lambda path: os.truncate(path, 0),
         lambda path: path.write_bytes(os.urandom(300)),
         lambda path: path.write_bytes(b"[" * 100_000),
-        lambda path: path.write_bytes(path.read_bytes().replace(b'"schema": 2', b'"schema": 3')),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"schema": 3', b'"schema": 4')),
         lambda path: path.write_bytes(bytes(5 << 20)),
     ],
     ids=["bit", "link", "pipe", "cut", "empty", "noise", "deep", "version", "huge"],

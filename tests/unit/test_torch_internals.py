@@ -15,44 +15,24 @@ import torch.distributed as dist
 from torch.utils import dlpack
 
 from elastic_agent.agent.workers.evidence import groups_of, read_pickle
-from elastic_agent.worker.state import archive_layout
-from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
+from elastic_agent.worker.state.sharding.layout import _Template
 from elastic_agent.worker.steps.torch_workarounds import finalizers_of_torch
 
-PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
-
-def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
-    """`worker/state/archive_layout.py`: torch.serialization.skip_data and register_package."""
-    layout = lay_out(PAYLOAD)
-    [(offset, storage)] = layout.storages
-    assert storage.data_ptr() == PAYLOAD["weights"].data_ptr()
-    file = bytearray(layout.size)
-    layout.copy_to(memoryview(file), torch.frombuffer(file, dtype=torch.uint8))
-    loaded = torch.load(io.BytesIO(file), weights_only=True)
-    assert torch.equal(loaded["weights"], PAYLOAD["weights"])
-    assert file[offset : offset + 4096] == PAYLOAD["weights"].numpy().tobytes()
+@pytest.mark.parametrize("sizes", [(4, 256), (0, 3), ()])
+def test_save_leaves_a_tensor_out_with_one_seek(sizes: tuple[int, ...]) -> None:
+    """`worker/state/sharding/layout.py`: torch.serialization.skip_data."""
+    archive = _Template.of(torch.float32, sizes)
+    tensor = torch.rand(sizes)
+    file = archive.head + tensor.numpy().tobytes() + archive.tail
+    assert len(file) == archive.size
+    assert torch.equal(torch.load(io.BytesIO(file), weights_only=True), tensor)
 
 
 def test_the_finalizers_that_a_quick_end_leaves_out_are_found() -> None:
     """`worker/steps/torch_workarounds.py`: weakref.finalize keeps them by itself."""
     assert finalizers_of_torch()
-
-
-def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`worker/state/archive_layout.py`: the bytes of torch's pickle, and its place in the archive."""
-    made_by_torch = []
-    monkeypatch.setattr(
-        archive_layout, "lay_out", lambda payload: made_by_torch.append(1) or lay_out(payload)
-    )
-    layouts = archive_layout.LayoutCache()
-    for step in range(4):
-        layout = layouts.lay_out({**PAYLOAD, "step": step})
-    assert len(made_by_torch) == 1
-    file = bytearray(layout.size)
-    layout.copy_to(memoryview(file), torch.frombuffer(file, dtype=torch.uint8))
-    assert torch.load(io.BytesIO(file), weights_only=True)["step"] == 3
 
 
 def test_a_tensor_knows_how_many_hold_it() -> None:

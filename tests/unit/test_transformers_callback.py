@@ -227,7 +227,7 @@ def test_without_save_every_each_save_of_the_trainer_is_one_of_ours(library: Any
     trainer.saves_at = (3, 10)
     trainer.callback_handler.callbacks.append(library.ElasticCallback(trainer, str(tmp_path), keep=9))
     trainer.train()
-    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("step-*.pt")) == [3, 10, 12]
+    assert sorted(int(path.stem.split("-")[1]) for path in tmp_path.glob("step-*.json")) == [3, 10, 12]
 
 
 def test_a_planned_change_comes_after_all_that_belongs_to_the_step(

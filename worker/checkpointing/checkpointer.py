@@ -28,6 +28,7 @@ from ..errors import CheckpointError
 from ..ranks.group import current_group
 from ..state.kinds import is_sharded
 from ..state.rank_parts import Reshard, rules_of
+from ..state.sharding.parts import refuse_names
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
@@ -110,6 +111,7 @@ class Checkpointer:
                 )
         if max_failed_saves < 1:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
+        refuse_names(state)
         rules = rules_of(per_rank, state, from_rank_0)
         self._read_only = read_only
         self._thread = threading.get_ident()

@@ -450,9 +450,14 @@ def _verify_older(files: CheckpointFiles, step: int) -> None:
             return
         with open_directory(files.directory) as there:
             manifest = manifest_of(there, older)
-        if older < step and manifest is not None and manifest.is_sharded and files.claim.is_ours(manifest):
+        if (
+            older < step
+            and manifest is not None
+            and not manifest.is_one_file
+            and files.claim.is_ours(manifest)
+        ):
             with contextlib.suppress(BadCheckpoint):
-                files.open(older).stream.close()
+                files.open(older, verify=False).stream.close()
 
 
 def storage_of(path: str, run: Run | None = None) -> RankStorage:

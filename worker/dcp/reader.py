@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from ...codec import Count
 from ..checkpointing.loading.offered_copies import copies_in, offers_of_standbys
+from ..checkpointing.loading.open_copies import CopiesUnusable, MemoryReader
 from ..checkpointing.loading.selection import (
     CopyName,
     CopyPlace,
@@ -30,7 +31,6 @@ from ..checkpointing.loading.selection import (
 )
 from ..checkpointing.loading.state_loader import Reasons, choose_together
 from ..checkpointing.sharded.meeting import RankHome
-from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group, raise_together
 from ..state.sharding.pieces import Box, numel
@@ -100,7 +100,7 @@ class _Unreadable:
 
 
 class ElasticStorageReader(StorageReader):
-    """For `dcp.load`: the newest good checkpoint, or that of `step`. A sharded `Checkpointer`'s are read, too.
+    """For `dcp.load`: the newest good checkpoint, or that of `step`. A `Checkpointer`'s are read, too.
 
     Under an agent all ranks look together, when the first of `step` and `dcp.load` is asked for: what the memory of all
     nodes has comes before what is on disk, unless that is newer. Ranks of several need their process group by then.
@@ -122,8 +122,8 @@ class ElasticStorageReader(StorageReader):
     def step(self) -> int | None:
         """Of the checkpoint that was loaded, or that would be; None: there is none.
 
-        Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is not of shards,
-        CheckpointError when ranks of several have no process group yet, or the directory cannot be read.
+        Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is one file of an
+        older version, CheckpointError when ranks of several have no process group yet, or the directory cannot be read.
         """
         if self._found is None:
             try:
@@ -321,12 +321,12 @@ class ElasticStorageReader(StorageReader):
         return Offer(manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign)
 
     def _is_unwanted(self, manifest: Manifest) -> bool:
-        return self._wanted not in (None, manifest.step) or not manifest.is_sharded
+        return self._wanted not in (None, manifest.step) or manifest.is_one_file
 
     def _look_on_disk(self, files: CheckpointFiles) -> _Found | None:
         reported = set[int]()
         while True:
-            checkpoint, bad = files.find(self._is_unwanted)
+            checkpoint, bad = files.find(self._is_unwanted, verify=False)
             for one in bad:
                 if one.step not in reported:
                     reported.add(one.step)
@@ -341,13 +341,13 @@ class ElasticStorageReader(StorageReader):
             manifest = checkpoint.manifest
             if self._wanted not in (None, manifest.step):
                 raise NoUsableCheckpoint(f"{self._directory} has no good checkpoint of step {self._wanted}")
-            if not manifest.is_sharded:
+            if manifest.is_one_file:
                 raise CheckpointMismatch(
-                    f"step {manifest.step} in {self._directory} is not of shards: load it with Checkpointer"
+                    f"step {manifest.step} in {self._directory} is of an older version: load it with Checkpointer"
                 )
             try:
                 return _Found(
-                    manifest, {rank: _table(files, manifest, rank) for rank in range(manifest.world_size)}
+                    manifest, {rank: _table(files, manifest, rank) for rank in range(manifest.parts)}
                 )
             except BadCheckpoint as damage:
                 files.reject(manifest, damage)

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 CHUNK_BYTES = 64 << 20
 
-RECORDS = 6
+RECORDS = 7
 """The version of all that ranks exchange: it changes with the fields, or the bounds, of any of these dataclasses."""
 
 # torch 2.12 has given it another name, and warns of the old one.

@@ -1,19 +1,13 @@
-"""What the parts of a training script give as their state, and how a state that was loaded reaches them.
-
-A state is mapped, not read: its tensors are the bytes of a file, or of a slot over which the next state will be
-written. Modules and optimizers get them as they are, since those copy what they are given; whatever of it a part has
-kept is found out, and that part is given copies of its own. All others get copies at once.
-"""
+"""What the parts of a training script give as their state, and how a state that was loaded reaches them."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import zip_longest
 from typing import Any, BinaryIO, Protocol
@@ -48,20 +42,16 @@ def state_of(part: Part) -> Any:
 
 def load_into(part: Part, state: Any, modules: Iterable[torch.nn.Module] = ()) -> None:
     """The tensors of `state` are not the part's to keep. `modules` as in `update`."""
+    state = _copied(state)
     if isinstance(part, dict):
-        update(part, _copied(state), modules)
+        update(part, state, modules)
         return
     part = unwrapped(part)
-    load: Callable[[Any], object] = part.load_state_dict
-    if isinstance(part, torch.optim.Optimizer) and "param_groups" in state:
-        state = {**state, "param_groups": named_alike(state["param_groups"], part.param_groups)}
-        load = functools.partial(load_optimizer, part)
-    if not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
-        load(_copied(state))
+    if isinstance(part, torch.optim.Optimizer):
+        groups = named_alike(state["param_groups"], part.param_groups)
+        load_optimizer(part, {**state, "param_groups": groups})
     else:
-        load(state)
-        if shares_memory(part.state_dict(), state):
-            load(_copied(state))
+        part.load_state_dict(state)
 
 
 def update(part: dict[str, Any], state: dict[str, Any], modules: Iterable[torch.nn.Module]) -> None:
@@ -138,19 +128,6 @@ def _copied(state: Any) -> Any:
         id(tensor): tensor.clone() for tensor in _tensors(state) if tensor.layout != torch.strided
     }
     return copy.deepcopy(state, memo)
-
-
-def shares_memory(one: Any, other: Any) -> bool:
-    """Whether two states have tensors on the CPU in the same memory."""
-    return not _addresses(one).isdisjoint(_addresses(other))
-
-
-def _addresses(state: Any) -> set[int]:
-    return {
-        tensor.untyped_storage().data_ptr()
-        for tensor in _tensors(state)
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel()
-    }
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

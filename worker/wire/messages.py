@@ -9,8 +9,8 @@ Each is one line of JSON that names the version of all messages and its own kind
     commits        worker, disk writer -> agent    CommitQuestion, answered once
     planned leave  worker -> agent                 StepEnded, answered by StepAnswer
     just in time   worker <-> agent                Guarding, and then both speak until the generation has ended
-    disk writes    rank 0 -> disk writer           WriteOrder, answered by WriteOutcome; CancelWrite
-                   worker -> disk writer           ShardOrder, and of rank 0 CommitOrder: answered in the same way
+    disk writes    worker -> disk writer           ShardOrder, and of rank 0 CommitOrder: answered by WriteOutcome;
+                                                   CancelWrite
                    agent -> disk writer            FinishWrites, answered by UnsavedSteps at each change
 
 A message that cannot be read is refused where it is made, and where it arrives. The steps of a worker are no messages
@@ -253,31 +253,11 @@ ToGuard = Hold | Keep | Go
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOrder(Checked):
-    """Write the copy of `step` that generation `copied_by` has left in a slot, as a checkpoint of `generation`.
-
-    `good` are steps in the directory that are known to be whole: they count among the `keep` to retain. `given_up` are
-    those that a load of this generation has left for an older one.
-    """
-
-    memory: str
-    directory: str
-    slot: SlotName
-    step: Count
-    copied_by: Count
-    generation: Count
-    keep: Count
-    good: tuple[Count, ...]
-    run: RunName
-    given_up: tuple[Count, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ShardOrder(Checked):
-    """Write one rank's copy of a sharded state, as its part of the attempt with that name (`shard_files`).
+    """Write one rank's copy, as its part of the attempt with that name (`shard_files`): its shards, or all of a state.
 
-    `folder` is that of the rank's slots. `twin_of`: the rank that writes the same shards; only what this one has for
-    itself is written here.
+    It is of `step`, and generation `copied_by` has left it in a slot of that `folder`. `twin_of`: the rank that writes
+    the same shards; only what this one has for itself is written here.
     """
 
     memory: str
@@ -295,9 +275,11 @@ class ShardOrder(Checked):
 
 @dataclass(frozen=True, slots=True)
 class CommitOrder(Checked):
-    """Make a checkpoint of the parts of all ranks, once they are there, at most `within_s` from now.
+    """Make a checkpoint of all `parts`, once they are there, at most `within_s` from now.
 
-    With it comes an open file that holds DCP's index. `good` and `given_up` as in WriteOrder.
+    With it comes an open file that holds DCP's index. `good` are steps in the directory that are known to be whole:
+    they count among the `keep` to retain. `given_up` are those that a load of this generation has left for an older
+    one.
     """
 
     directory: str
@@ -306,6 +288,7 @@ class CommitOrder(Checked):
     run: RunName
     attempt: Annotated[str, Text(256)]
     world_size: Positive
+    parts: Positive
     keep: Count
     good: tuple[Count, ...]
     within_s: Seconds
@@ -368,8 +351,8 @@ COMMIT_ANSWERS: Codec[CommitAnswer] = Codec(
 )
 STEP_ANSWERS = Codec((StepAnswer,), VERSION, MAX_BYTES)
 TO_GUARDS: Codec[ToGuard] = Codec((Hold, Keep, Go), VERSION, MAX_BYTES)
-WRITE_ORDERS: Codec[WriteOrder | ShardOrder | CommitOrder | FinishWrites] = Codec(
-    (WriteOrder, ShardOrder, CommitOrder, FinishWrites), VERSION, MAX_BYTES
+WRITE_ORDERS: Codec[ShardOrder | CommitOrder | FinishWrites] = Codec(
+    (ShardOrder, CommitOrder, FinishWrites), VERSION, MAX_BYTES
 )
 WRITE_CANCELS = Codec((CancelWrite,), VERSION, MAX_BYTES)
 WRITE_OUTCOMES = Codec((WriteOutcome,), VERSION, MAX_BYTES)

@@ -14,19 +14,38 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedRandom, BufferedReader
+from typing import NamedTuple
 
+from ....codec import Count
 from ...errors import CheckpointError
 from ...ranks.group import Group, because, raise_together
+from ...storage.disk.shard_files import Footer
 from ...storage.memory.copy_header import Header
 from ...storage.memory.slot_memory import SlotMemory
-from ...storage.memory.slots import NoRoom, OpenSlot, SlotsBusy
+from ...storage.memory.slots import HeldSlot, NoRoom, OpenSlot, SlotsBusy, sums_of
 
 logger = logging.getLogger(__name__)
 
 _CRC = struct.Struct("!Q")
 Bytes = BufferedReader | BufferedRandom
+
+
+class SharedBytes(NamedTuple):
+    """Those of a copy, and where its table lies in them: offset and length. `sums`: their checksums, if known."""
+
+    stream: Bytes
+    table: tuple[int, int] = (0, 0)
+    sums: tuple[int, ...] = ()
+
+    @classmethod
+    def of_slot(cls, held: HeldSlot) -> SharedBytes:
+        return cls(held.stream, held.header.table, held.header.sums)
+
+    @classmethod
+    def of_part(cls, stream: BufferedReader, footer: Footer) -> SharedBytes:
+        return cls(stream, footer.table, footer.sums)
 
 
 class Route(enum.Enum):
@@ -48,6 +67,10 @@ class RankBytes:
     """Of the node's slots; empty: no memory."""
     opened: bool = False
     """A slot there waits for the bytes."""
+    table: tuple[Count, Count] = (0, 0)
+    """Its place in the bytes that it has."""
+    sums: tuple[Count, ...] = ()
+    """The checksums of these bytes, if they are known."""
 
 
 def first_ranks(places: Sequence[str]) -> list[int]:
@@ -84,34 +107,43 @@ class NodeSharing:
         self,
         owner: int,
         header: Header,
-        mine: BufferedReader | None,
+        mine: SharedBytes | None,
         name: str,
-        check: Callable[[Bytes], None],
-    ) -> Bytes:
+        check: Callable[[Bytes], None] = lambda _: None,
+    ) -> SharedBytes:
         """An open file with the bytes, for this rank to map. `mine` are its own, called `name`.
 
-        `header` is what a slot with them says. `check` reads what was received, and raises CheckpointError when that
-        cannot be believed. A rank that fails raises when all have come to the same point, and so do the others.
+        `header` is what a slot with them says, but for table and checksums: these are the owner's. `check` reads what
+        was received, too, and raises CheckpointError when that cannot be believed. A rank that fails raises when all
+        have come to the same point, and so do the others.
         """
         group, memory = self._group, self._memory
         first = self._first[group.rank] == group.rank
         opened = self._open_slot(header.size) if first and mine is None else None
         folder = memory.folder if memory is not None else ""
-        own = RankBytes(name if mine is not None else "", folder, opened is not None)
-        found = routes(group.exchange(own), self._first)
+        stream = mine.stream if mine is not None else None
+        own = RankBytes(folder=folder, opened=opened is not None)
+        if mine is not None:
+            own = replace(own, has=name, table=mine.table, sums=mine.sums)
+        ranks = group.exchange(own)
+        header = replace(header, table=ranks[owner].table, sums=ranks[owner].sums)
+        found = routes(ranks, self._first)
         route = found[group.rank]
         received = self._receiver(opened) if route in (Route.FILLS, Route.RECEIVES) else None
         if {Route.FILLS, Route.RECEIVES}.intersection(found):
-            error = self._send(owner, header, mine if group.rank == owner else received, received, check)
+            error = self._send(owner, header, stream if group.rank == owner else received, received, check)
             if opened is not None and memory is not None:
                 error = _keep(memory, opened, header, error)
             raise_together(group, error)
         if route is Route.MAPS:
             assert memory is not None
-            return self._stack.enter_context(memory.hold_verified(header.version)).stream
-        there = mine if route is Route.HAS else received
-        assert there is not None
-        return there
+            held = self._stack.enter_context(memory.hold_verified(header.version))
+            return SharedBytes.of_slot(held)
+        if route is Route.HAS:
+            assert mine is not None
+            return mine
+        assert received is not None
+        return SharedBytes(received, header.table, header.sums)
 
     def _open_slot(self, size: int) -> OpenSlot | None:
         if self._memory is None or not self._memory.keeps_common:
@@ -150,7 +182,8 @@ class NodeSharing:
             return error
         try:
             received.flush()
-            if crcs[self._group.rank] != crcs[owner]:
+            broken = crcs[self._group.rank] != crcs[owner]
+            if broken or (header.sums and sums_of(received, header.size) != header.sums):
                 raise CheckpointError(f"step {header.step} broke on its way from rank {owner}: start again")
             received.seek(0)
             check(received)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....codec import Invalid
-from ...state.state_dicts import modules_in, state_of, unwrapped
+from ...state.state_dicts import modules_in
 from ...steps import progress
 from ...steps.drain import give_up
 from ...storage.memory.rank_state import Buffers, RankStateFile
@@ -45,6 +45,7 @@ from ...storage.memory.slot_memory import RankPlace
 from ...wire.channel import Lines
 from ...wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
 from ..saving.base_saver import BaseSaver, all_savers
+from .contents import Boundary
 from .saver import Saver
 
 logger = logging.getLogger(__name__)
@@ -79,17 +80,8 @@ class _Guarded:
         """Raises as `finished`."""
         self._file.under_way(self._buffers)
 
-    def states(self) -> dict[str, Any]:
-        """As they were at the boundary."""
-        kept = self._buffers.kept(self._file.newest_buffers())
-        states = {name: self._dicts.get(name, state_of(part)) for name, part in self._state.items()}
-        for name, part in self._state.items():
-            if isinstance(part, dict) or unwrapped(part) not in self.modules:
-                continue
-            for key, value in states[name].items():
-                if isinstance(value, torch.Tensor) and value.data_ptr() in kept:
-                    states[name][key] = kept[value.data_ptr()]
-        return states
+    def boundary(self) -> Boundary:
+        return Boundary(self._dicts, self._buffers.kept(self._file.newest_buffers()))
 
 
 class JustInTime:
@@ -298,7 +290,7 @@ class JustInTime:
 
     def _save(self, one: _Guarded, step: int) -> bool:
         try:
-            return one.owner.save_just_in_time(step, one.states())
+            return one.owner.save_just_in_time(step, one.boundary())
         except Exception as error:
             logger.warning("step %d was not kept: reason=%r", step, error)
             return False

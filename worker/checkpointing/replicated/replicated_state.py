@@ -15,9 +15,9 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
 from ...storage.memory.slot_memory import memory_of
 from ...wire.environment import WorkerEnv, own_environment
+from ..loading.state_loader import StateLoader
 from .contents import Contents
 from .just_in_time import JustInTime
-from .loader import Loader
 from .saver import Saver
 
 
@@ -44,7 +44,7 @@ class ReplicatedState(Saver):
         super().__init__(files, contents, memory, DiskSaver(files, env), max_failed_saves)
         self._read_only = read_only
         self._env = env
-        self._loader = Loader(files, contents, memory, env, read_only=read_only)
+        self._loader = StateLoader(files, contents, memory, env, is_sharded=False, read_only=read_only)
 
     def load(self) -> int:
         loaded = self._loader.load(self.finish_last_write)

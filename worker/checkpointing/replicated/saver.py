@@ -9,26 +9,29 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import Group, because, current_group
 from ...state import rng
-from ...state.archive_layout import LayoutCache
-from ...state.state_dicts import Part, is_plain, prove_loadable, with_numbers
+from ...state.sharding.layout import ShardLayout
+from ...state.sharding.table import Table
+from ...state.state_dicts import Part
 from ...steps import progress
-from ...storage.disk.async_save import DiskSaver, WholeSave
+from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.commit import new_attempt
+from ...storage.disk.sharded_save import ShardedSave, metadata_of
 from ...storage.memory.copy_header import Header
-from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory
+from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory, header_of_whole
 from ...storage.memory.slots import CopyLost, NoRoom
 from ...wire.messages import SaveResult
 from ..saving.base_saver import BaseSaver, unless_refused
 from ..saving.slot_copies import SlotCopies
-from .contents import Contents, Gathered
+from .contents import Boundary, Contents, Gathered
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +47,10 @@ class Saver(BaseSaver):
         disk: DiskSaver,
         max_failed_saves: int,
     ) -> None:
-        copies = Copies(memory)
-        super().__init__(files, contents.parts, copies, disk, max_failed_saves)
+        super().__init__(files, contents.given, SlotCopies(memory), disk, max_failed_saves)
         self._contents = contents
-        self._copies: Copies = copies
+        self._index: tuple[bytes, bytes] | None = None
+        """DCP's, of the copy with that table."""
         self._any_has_memory: bool | None = None
         """Some rank's node has memory for copies; None: the ranks have not asked each other yet."""
 
@@ -77,14 +80,46 @@ class Saver(BaseSaver):
             return False
         if not self._contents.same_on_all_ranks(step, wait=not alone):
             return False
-        random_state = rng.capture()
-        if not self._copies.note(step, random_state):
+        if not self._note(memory, step):
             return False
-        if self._copies.for_node:
-            payload = {"step": step, "state": self._contents.states()}
-            return self._copies.make(payload, like=random_state, partial=alone)
+        if memory.keeps_common:
+            ranks = memory.place.world_size
+            return self._copy(
+                memory, step, lambda: self._contents.lay_out(step, ranks, None), has_holes=True, partial=alone
+            )
         self._copies.log_copied(step)
         return True
+
+    def _note(self, memory: SlotMemory, step: int) -> bool:
+        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
+        try:
+            memory.note(step, rng.capture())
+        except NoRoom as refusal:
+            self._copies.log_no_copy(refusal)
+            return False
+        return True
+
+    def _copy(
+        self,
+        memory: SlotMemory,
+        step: int,
+        lay_out: Callable[[], ShardLayout],
+        *,
+        has_holes: bool = False,
+        partial: bool = False,
+    ) -> bool:
+        """Copy the state to memory, for this node; False when that cannot be, see `SlotCopies.copy`.
+
+        `has_holes`: the random state of each rank comes later. `partial`: see `Header`. Raises as `lay_out`.
+        """
+
+        def begin() -> CopyUnderWay:
+            layout, ranks = lay_out(), memory.place.world_size
+            holes = self._contents.random_state_places(layout, ranks) if has_holes else ()
+            header = header_of_whole(layout, memory.place, step, memory.resumed_from)
+            return memory.begin_copy(layout, replace(header, rng_holes=holes, partial=partial))
+
+        return self._copies.copy(begin, step)
 
     def _remember_together(self, step: int) -> bool:
         """All ranks at once: only together they have what each has for itself."""
@@ -96,8 +131,8 @@ class Saver(BaseSaver):
         gathered = self._contents.gather(step, group)
         if memory is None:
             return False
-        if self._copies.for_node:
-            return self._copies.make(self._contents.payload(step, gathered))
+        if memory.keeps_common:
+            return self._copy(memory, step, lambda: self._contents.lay_out(step, group.world_size, gathered))
         self._copies.log_copied(step)
         return True
 
@@ -109,8 +144,9 @@ class Saver(BaseSaver):
         try:
             on_disk = self._files.newest_manifest()
             if (on_disk is None or on_disk.step != header.step) and memory.is_whole(header.version):
+                save = self._save_of_copy(memory, header.version)
                 copy = memory.lend(header.version)
-                self._disk.promise(WholeSave(header.step))
+                self._disk.promise(save)
                 self._disk.begin(*copy)
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
@@ -140,7 +176,9 @@ class Saver(BaseSaver):
 
     def _copy_and_commit(self, step: int, gathered: Gathered, group: Group, *, in_memory: bool) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""
-        copies, writes = in_memory and self._copies.for_node, group.rank == 0
+        memory = self._memory
+        copies = in_memory and memory is not None and memory.keeps_common
+        writes = group.rank == 0
         if not (copies or writes):
             return None
         if writes:
@@ -150,18 +188,33 @@ class Saver(BaseSaver):
                 self.finish_last_write()
             except (NotSaved, Unconfirmed):
                 pass  # the log has it; this one may fare better
-        payload = self._contents.payload(step, gathered)
-        copied = copies and self._copies.make(payload)
+        layout = self._contents.lay_out(step, group.world_size, gathered)
+        copied = copies and memory is not None and self._copy(memory, step, lambda: layout)
         if not writes:
             return None
+        save = self._save_of(step, group.world_size, layout.size, layout.packed_table)
         if copied and self._disk.has_writer:
-            self._write_behind(step)
+            self._write_behind(step, save)
             return None
-        return self._commit(payload)
+        return self._commit(save, layout)
 
-    def _write_behind(self, step: int) -> None:
+    def _save_of(self, step: int, world_size: int, size: int, table: bytes) -> ShardedSave:
+        """To disk, of a copy of that size with that table. Raises Invalid."""
+        if self._index is None or self._index[0] != table:
+            self._index = table, metadata_of({0: Table.from_bytes(table)})
+        attempt = new_attempt(self._files, step, self._disk.env.generation)
+        return ShardedSave(step, attempt, 0, world_size, size, metadata=self._index[1], is_whole=True)
+
+    def _save_of_copy(self, memory: SlotMemory, version: tuple[int, int]) -> ShardedSave:
+        """Raises OSError, ValueError."""
+        with memory.hold(version) as held:
+            offset, length = held.header.table
+            table = os.pread(held.stream.fileno(), length, offset)
+        return self._save_of(held.header.step, held.header.world_size, held.header.size, table)
+
+    def _write_behind(self, step: int, save: ShardedSave) -> None:
         """Rank 0: let the disk writer have the newest copy while training goes on."""
-        memory, save = self._memory, WholeSave(step)
+        memory = self._memory
         assert memory is not None
         self._disk.promise(save)
         try:
@@ -171,21 +224,13 @@ class Saver(BaseSaver):
         except (OSError, ValueError) as error:
             self._disk.refuse(step, error, save)
 
-    def _commit(self, payload: dict[str, Any]) -> int:
+    def _commit(self, save: ShardedSave, layout: ShardLayout) -> int:
         """Rank 0: make the checkpoint exist on disk while all wait."""
-        step, size = payload["step"], 0
-        states = payload["state"]
-        payload = {**payload, "state": with_numbers(states)}
+        size, step = 0, save.step
         refusal: CheckpointError | None = None
         try:
-            size = WholeSave(step).commit_now(
-                self._disk,
-                len(payload["rng"]),
-                lambda sink: torch.save(payload, sink),
-                lambda manifest: prove_loadable(
-                    os.path.join(self._files.directory, manifest.file), step, states
-                ),
-            )
+            save.write_now(self._disk, layout, 0, common=True)
+            size = save.commit_now(self._disk)
         except CheckpointError as error:
             refusal = error
         except OSError as error:
@@ -211,9 +256,12 @@ class Saver(BaseSaver):
         group = current_group()
         gathered = self._contents.gather(step, group)
         self._contents.share_buffers(group)
-        copied = self._memory is not None
-        if self._copies.for_node:
-            copied = self._copies.make(self._contents.payload(step, gathered))
+        memory = self._memory
+        copied = memory is not None
+        if memory is not None and memory.keeps_common:
+            copied = self._copy(
+                memory, step, lambda: self._contents.lay_out(step, group.world_size, gathered)
+            )
             copied = self._copies.settled() and copied
         floor = self.floor
         if all(group.gather(b"copied" if copied else b"")):
@@ -232,7 +280,8 @@ class Saver(BaseSaver):
         if memory is None or memory.place.rank or not (self._disk.is_leaving and self._disk.has_writer):
             return
         try:
-            self._disk.leave_to_writer(WholeSave(step), *memory.lend((memory.place.generation, step)))
+            version = memory.place.generation, step
+            self._disk.leave_to_writer(self._save_of_copy(memory, version), *memory.lend(version))
         except (OSError, ValueError) as error:
             logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
 
@@ -259,7 +308,7 @@ class Saver(BaseSaver):
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Whose states `save_just_in_time` gets."""
+        """Of which `save_just_in_time` gets the boundary."""
         return self._contents.shared
 
     @property
@@ -273,7 +322,7 @@ class Saver(BaseSaver):
         """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
         self._contents.same_on_all_ranks(step, wait=True)
 
-    def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
+    def save_just_in_time(self, step: int, boundary: Boundary) -> bool:
         """Copy the states of all parts, of a failed generation, to memory, in a thread of the guard's."""
         if self.is_beyond(step):
             return True
@@ -298,86 +347,13 @@ class Saver(BaseSaver):
         # On a GPU in a stream of its own: the usual one waits for a collective that never ends.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch left it without annotations
         beside = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
-        random_state = rng.capture()
+        ranks = memory.place.world_size
         with beside:
-            copied = self._copies.make({"step": step, "state": states}, like=random_state, partial=True)
+            copied = self._copy(
+                memory,
+                step,
+                lambda: self._contents.lay_out(step, ranks, None, boundary),
+                has_holes=True,
+                partial=True,
+            )
         return self._copies.settled() and copied
-
-
-# ---------------------------------------------------------------- copies
-#
-# Makes one Checkpointer's copies of a state that is the same on all ranks.
-
-
-class Copies(SlotCopies):
-    """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
-
-    def __init__(self, memory: SlotMemory | None) -> None:
-        super().__init__(memory)
-        self._layouts = LayoutCache()
-        self._was_proven = False
-
-    @property
-    def for_node(self) -> bool:
-        """Whether this rank makes them for its node."""
-        return self.memory is not None and self.memory.keeps_common
-
-    def note(self, step: int, random_state: bytes) -> bool:
-        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
-        assert self.memory is not None
-        try:
-            self.memory.note(step, random_state)
-        except NoRoom as refusal:
-            self.log_no_copy(refusal)
-            return False
-        return True
-
-    def make(
-        self,
-        payload: dict[str, Any],
-        *,
-        like: bytes = b"",
-        partial: bool = False,
-    ) -> bool:
-        """Copy a state to memory; False when that cannot be, see `copy`.
-
-        `like`: leave room for a random state such as this one for each rank, where the state has none. `partial`: see
-        `Header`. Raises what `prove_loadable` raises, and the states' own pickling.
-        """
-        return self.copy(lambda: self._begin(payload, _room_for(like), partial), payload["step"])
-
-    def _begin(self, payload: dict[str, Any], room: int, partial: bool) -> CopyUnderWay:
-        memory = self.memory
-        assert memory is not None
-        place, step = memory.place, payload["step"]
-        rows = torch.zeros(place.world_size, room, dtype=torch.uint8)
-        if room:
-            payload = {**payload, "rng": rows}
-        was_plain = is_plain(payload)
-        if not was_plain:
-            payload = with_numbers(payload)
-        layout = self._layouts.lay_out(payload)
-        begin = layout.offset_of(rows) if rows.numel() else 0
-        holes = tuple((begin + rank * room, room) for rank in range(place.world_size)) if room else ()
-        header = Header(
-            step,
-            place.generation,
-            memory.resumed_from,
-            place.world_size,
-            layout.size,
-            holes,
-            partial,
-            run=place.run,
-        )
-
-        def prove(path: str) -> None:
-            if not (self._was_proven and was_plain):
-                prove_loadable(path, step, payload["state"])
-                self._was_proven = True
-
-        return memory.begin_copy(layout, header, check=prove)
-
-
-def _room_for(random_state: bytes) -> int:
-    """Another rank's may be longer: it may have more devices, or be the only one that uses numpy."""
-    return (len(random_state) * 5 // 4 + 4096) // 8 * 8 if random_state else 0

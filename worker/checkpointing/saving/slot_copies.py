@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...state.archive_layout import CannotLayOut
+from ...state.sharding.layout import CannotLayOut
 from ...steps import progress
 from ...storage.memory.copy_header import Header
 from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory

@@ -59,9 +59,8 @@ class ShardContents:
 
         def lay_out() -> ShardLayout:
             random_state = torch.frombuffer(bytearray(rng.capture()), dtype=torch.uint8)
-            items = self.parts.take(
-                group.rank, group.world_size, step, common=common, own={RANDOM_STATE: random_state}
-            )
+            own = {group.rank: {(RANDOM_STATE,): random_state, **self.parts.own_parts()}}
+            items = self.parts.take(group.rank, group.world_size, step, common=common, own=own)
             if compare:
                 alike.extend(common_tensors(items))
             return self._layouts.lay_out(items)

@@ -98,7 +98,8 @@ class LoadedWrite:
                     shards = held.header.shards
                     of_this_world = held.header.world_size == group.world_size
                     if shards is not None and shards.rank == group.rank and of_this_world:
-                        table = os.pread(held.stream.fileno(), shards.table[1], shards.table[0])
+                        offset, length = held.header.table
+                        table = os.pread(held.stream.fileno(), length, offset)
                         digest, size = shards.digest, held.header.size
             except (OSError, ValueError) as error:
                 logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, error)

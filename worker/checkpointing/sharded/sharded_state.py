@@ -16,9 +16,8 @@ from ...storage.disk.async_save import DiskSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.slot_memory import local_rank_of, memory_of
 from ...wire.environment import WorkerEnv, own_environment
-from ..loading.state_loader import LoadedState
+from ..loading.state_loader import LoadedState, StateLoader
 from .contents import ShardContents
-from .loading import ShardLoading
 from .meeting import RankHome
 from .saving import ShardSaving
 from .shard_replicas import ShardReplicas
@@ -58,7 +57,7 @@ class ShardedState(ShardSaving):
         self._was_accepted = False
         self._is_one_run = bool(env.run)
         """All ranks have the same run."""
-        self._loading = ShardLoading(files, contents, memory, env, read_only=read_only)
+        self._loading = StateLoader(files, contents, memory, env, is_sharded=True, read_only=read_only)
         self._end_first_copy: Callable[[], None] = lambda: None
 
     def load(self) -> int:

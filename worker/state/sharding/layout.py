@@ -2,26 +2,62 @@
 
 Each tensor lies in an archive of its own, as `torch.save` writes it, at a multiple of 64 bytes: first all tensors, then
 all values, then the table. What an archive has around a tensor's elements depends on dtype and sizes only, so `torch`
-is asked once for each of these. A value that has changed moves no tensor.
+is asked once for each of these: it writes all but the elements (`torch.serialization.skip_data`). A value that has
+changed moves no tensor.
+
+On a CPU the copy is over when `copy_to` returns; a GPU copies while the process goes on, and whatever it computes next
+waits for the copy on the GPU itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
-from ..archive_layout import copy_beside, lay_out, over
 from .items import PLAIN, Form, Items
 from .leaves import Path, refuse_twice
 from .pieces import Sizes, numel, strides_of
 from .table import Shard, Table, Value, aligned
+
+
+class CannotLayOut(RuntimeError):
+    """This version of torch shows too little of where it puts a tensor's bytes: there are no copies in memory."""
+
+
+class _Sink:
+    """A file for `torch.save` that keeps what is written, and where a tensor's bytes were left out."""
+
+    def __init__(self) -> None:
+        self.written = [bytearray()]
+        """Before and behind what was left out."""
+        self.left_out: list[int] = []
+        """How many bytes."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        self.written[-1] += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence != os.SEEK_CUR or offset < 0:
+            raise CannotLayOut(
+                f"torch {torch.__version__} leaves a tensor out in a way that is not known here"
+            )
+        if offset:
+            self.left_out.append(offset)
+            self.written.append(bytearray())
+        return self.tell()
+
+    def tell(self) -> int:
+        return sum(map(len, self.written)) + sum(self.left_out)
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +72,14 @@ class _Template:
     @classmethod
     def of(cls, dtype: torch.dtype, sizes: Sizes) -> _Template:
         """Raises CannotLayOut."""
-        found = lay_out(torch.empty(sizes, dtype=dtype))
-        if not found.storages:
-            head = b"".join(data for _, data in found.written)
-            return cls(head, b"", len(head), len(head))
-        (data, _), *_ = found.storages
-        (_, before), (_, behind) = found.written
-        return cls(bytes(before), bytes(behind), data, found.size)
+        tensor, sink = torch.empty(sizes, dtype=dtype), _Sink()
+        with torch.serialization.skip_data():
+            torch.save(tensor, cast(Any, sink))
+        length = tensor.untyped_storage().nbytes()
+        if sink.left_out != ([length] if length else []):
+            raise CannotLayOut(f"torch {torch.__version__} left out {sink.left_out} of {length} bytes")
+        head, tail = (*map(bytes, sink.written), b"")[:2]
+        return cls(head, tail, len(head), sink.tell())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +223,21 @@ class ShardLayout:
         view[self._places.end : self._places.end + len(self._behind)] = self._behind
         return _copy_all(self._views.of(self._places, target), self._tensors)
 
+    @torch.no_grad()
     def pour(self, sink: BinaryIO) -> None:
-        """Through memory of its own: there was no room, or no agent, for a copy that stays."""
-        with contextlib.closing(mmap.mmap(-1, self.size)) as scratch:
-            target = torch.frombuffer(scratch, dtype=torch.uint8)
-            with memoryview(scratch) as view:
-                for event in self.copy_to(view, target):
-                    event.synchronize()
-                sink.write(view)
-            del target
+        """One piece after the other: there was no room, or no agent, for a copy that stays."""
+        places = zip(self._places.tensors, self._tensors, strict=True)
+        pieces: list[tuple[int, bytes | torch.Tensor]] = [*self._places.written]
+        pieces += ((offset, tensor) for (offset, *_), tensor in places if tensor.numel())
+        for _, piece in sorted(pieces, key=lambda one: one[0]):
+            sink.write(piece if isinstance(piece, bytes) else _bytes_of(piece))
+        sink.write(self._behind)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.cuda.Event]:
@@ -212,6 +255,27 @@ def _copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     if plain[0]:
         torch._foreach_copy_(*plain)
     return [over(device, stream) for device, stream in streams.items()]
+
+
+def copy_beside(
+    place: torch.Tensor, source: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]
+) -> None:
+    """Copy while the GPU's own work goes on, behind what has changed `source` up to now."""
+    device = source.device
+    if device not in streams:
+        streams[device] = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as below
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(streams[device]):
+        place.copy_(source, non_blocking=True)
+    source.record_stream(streams[device])
+
+
+def over(device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The end of the copy. The GPU does nothing that could change the state before; this process need not wait."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    torch.cuda.current_stream(device).wait_event(event)
+    return event
 
 
 class _Views:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pickle import dumps
@@ -18,13 +19,15 @@ from typing import Any
 import torch
 
 from ...errors import NotPlainData
-from ..kinds import is_tensor
+from ..kinds import is_sharded_tensor, is_tensor
 from ..state_dicts import is_plain, prove_loadable, with_numbers
 from .table import RANKS
 
 Path = tuple[str | int, ...]
 
 STRUCTURE = "elastic_agent.structure"
+CARRIED_AS_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+"""Layouts of tensors without a place for each element: `torch.save` writes them."""
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -54,11 +57,16 @@ def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
         return leaves[0][1]
     groups: dict[str | int, list[tuple[Path, Any]]] = {}
     for path, value in leaves:
-        groups.setdefault(path[0], []).append((path[1:], value))
+        groups.setdefault(_one_of(path[0]), []).append((path[1:], value))
     made = {key: unflatten(group) for key, group in groups.items()}
     if made and all(type(key) is int for key in made):
         return [made[index] for index in sorted(made, key=int)]
     return made
+
+
+def _one_of(key: Any) -> Any:
+    """The same string for all that are equal, as the keys in a script's own dicts are."""
+    return sys.intern(key) if type(key) is str else key
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class Leaves:
         return self
 
     def put(self, path: Path, leaf: Any) -> None:
-        if is_tensor(leaf):
+        if is_tensor(leaf) and not _is_carried_as_value(leaf):
             self.paths.append(path)
             self.tensors.append(leaf)
         else:
@@ -110,6 +118,12 @@ class Leaves:
         return any(are_forgotten)
 
 
+def _is_carried_as_value(tensor: torch.Tensor) -> bool:
+    if is_sharded_tensor(tensor):
+        return False
+    return tensor.layout in CARRIED_AS_VALUES or tensor.is_quantized
+
+
 def structure_of(state: Any) -> Any:
     """The same containers, with None for each leaf."""
     if isinstance(state, Mapping):
@@ -128,7 +142,7 @@ def refuse_twice(paths: Iterable[Path]) -> None:
     for path in paths:
         if (other := seen.setdefault(key_of(path), path)) is not path:
             raise NotPlainData(
-                f"a sharded state has two values at {key_of(path)!r}, by the keys {list(other)} and {list(path)}, "
+                f"the state has two values at {key_of(path)!r}, by the keys {list(other)} and {list(path)}, "
                 "and could keep one of them: rename a key (1 and '1' are one, and so are 'a.b' and 'b' in 'a')"
             )
 
@@ -146,9 +160,9 @@ def add(state: Any, path: Path, leaf: Any) -> None:
 def filled(structure: Any, path: Path, leaf: Callable[[Path], Any]) -> Any:
     """The state of this structure, with `leaf` of the path of each of its leaves."""
     if isinstance(structure, Mapping):
-        made: Any = copy.copy(structure)
+        made: Any = {} if type(structure) is dict else copy.copy(structure)
         for key, value in structure.items():
-            made[key] = filled(value, (*path, str(key)), leaf)
+            made[_one_of(key)] = filled(value, (*path, str(key)), leaf)
         return made
     if isinstance(structure, list):
         return [filled(value, (*path, index), leaf) for index, value in enumerate(structure)]
@@ -159,17 +173,17 @@ class Archives:
     """What `torch.save` writes of values, made again only for a value that is another than before."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[bytes, bytes]] = {}
+        self._known: dict[Path, tuple[bytes, bytes]] = {}
 
-    def of(self, key: str, value: Any, step: int) -> bytes:
+    def of(self, path: Path, value: Any, step: int) -> bytes:
         """Raises NotPlainData for what `torch.load(weights_only=True)` refuses."""
         if not _is_scalar(value):
-            self._known.pop(key, None)
-            return _archive(key, with_numbers(value), step)
+            self._known.pop(path, None)
+            return _archive(path, with_numbers(value), step)
         pickled = dumps(value)
-        known = self._known.get(key)
+        known = self._known.get(path)
         if known is None or known[0] != pickled:
-            known = self._known[key] = (pickled, _archive(key, value, step))
+            known = self._known[path] = (pickled, _archive(path, value, step))
         return known[1]
 
 
@@ -183,13 +197,25 @@ def _is_scalar(value: Any) -> bool:
     return kind in _SCALARS
 
 
-def _archive(key: str, value: Any, step: int) -> bytes:
+def _archive(path: Path, value: Any, step: int) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if not is_plain(value):
         buffer.seek(0)
-        prove_loadable(buffer, step, {key: value})
+        part, *keys = _path_in_script(path)
+        for key in reversed(keys):
+            value = {key: value}
+        prove_loadable(buffer, step, {str(part): value})
     return buffer.getvalue()
+
+
+def _path_in_script(path: Path) -> Path:
+    """The part and the keys that a user knows it by."""
+    if path[0] == RANKS and len(path) > 3:
+        path = path[3:]
+    if path[0] == STRUCTURE:
+        path = tuple(str(path[1]).split("."))
+    return path
 
 
 def loaded(archive: bytes | bytearray | memoryview) -> Any:

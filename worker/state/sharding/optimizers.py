@@ -12,12 +12,14 @@ from ...errors import CheckpointMismatch, Sharded
 from ..kinds import is_dtensor, is_spread
 from ..state_dicts import load_optimizer, named_alike
 from .items import PLAIN
-from .leaves import Leaves, Path, key_of
+from .leaves import Leaves, Path, key_of, structure_path
 from .modules import Names, check_names
 from .pieces import refuse
 from .reading import Reader
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+MORE = "more"
+"""Under which lies what an optimizer keeps beside both, and what it keeps for no parameter, as its STATE."""
 
 
 class ParameterNames:
@@ -90,12 +92,17 @@ class OptimizerState:
     def take(self, *, shared: bool) -> Leaves:
         names = self._all_names()
         found = Leaves()
-        for number, kept in self._optimizer.state_dict()[STATE].items():
+        state = self._optimizer.state_dict()
+        more = {key: value for key, value in state.items() if key not in (STATE, GROUPS)}
+        for number, kept in state[STATE].items():
             if number not in range(len(names)):
-                raise Sharded(
-                    f"part {self._name!r} keeps a state for {number!r}, which is none of its parameters: it is not "
-                    "known which rank has it"
-                )
+                if any(self._spread):
+                    raise Sharded(
+                        f"part {self._name!r} keeps a state for {number!r}, which is none of its parameters: it is not "
+                        "known which rank has it"
+                    )
+                more.setdefault(STATE, {})[number] = kept
+                continue
             keys, known = tuple(kept), self._flat.get(number)
             if known is not None and known[0] == keys and all(map(torch.is_tensor, kept.values())):
                 found.paths.extend(known[1])
@@ -108,6 +115,8 @@ class OptimizerState:
                 if len(new.paths) == len(keys) and not new.others:
                     self._flat[number] = keys, new.paths
                 found.extend(new)
+        if more:
+            found.add(more, (self._name, MORE), ordered=True)
         return found.add(self._groups(), (self._name, GROUPS))
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -135,8 +144,15 @@ class OptimizerState:
                 present = Leaves().add(current.get(number, {}), at).by_key
                 states[number] = reader.want_state(at, functools.partial(_like, reader, weight, present))
 
+        kept = (self._name, MORE)
+        more: Callable[[], dict[str, Any]] = dict
+        if key_of(structure_path(kept)) in reader.paths:
+            more = reader.want_state(kept)
+
         def apply() -> None:
-            self._load({number: made() for number, made in states.items()}, groups)
+            beside = more()
+            for_none = beside.pop(STATE, {})
+            self._load({number: made() for number, made in states.items()}, groups, for_none, beside)
 
         return apply
 
@@ -195,13 +211,20 @@ class OptimizerState:
         return found[0]
 
     @torch.no_grad()
-    def _load(self, states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+    def _load(
+        self,
+        states: dict[int, Any],
+        groups: list[dict[str, Any]],
+        for_none: Mapping[Any, Any],
+        beside: Mapping[str, Any],
+    ) -> None:
+        """`for_none`: states of no parameter; `beside`: what is no state and no group."""
         local = self._optimizer
         packed = local.state_dict()[GROUPS]
         named = named_alike(groups, packed)
-        merged = [{**new, PARAMS: old[PARAMS]} for new, old in zip(named, packed, strict=True)]
+        merged = [{PARAMS: old[PARAMS], **new} for new, old in zip(named, packed, strict=True)]
         try:
-            load_optimizer(local, {STATE: states, GROUPS: merged})
+            load_optimizer(local, {STATE: {**states, **for_none}, GROUPS: merged, **beside})
         except CheckpointMismatch as error:
             raise CheckpointMismatch(f"part {self._name!r} does not fit this script: {error}") from error
         weights = [weight for group in local.param_groups for weight in group[PARAMS]]

@@ -1,22 +1,24 @@
-"""The parts of a script whose state is spread over ranks, as one rank has them: taken, and given back.
+"""The parts of a script, as one rank has them: taken, and given back.
 
 Of most parts all ranks have the same, or each its pieces. A part that the script has declared to be each rank's own is
-stored under a key of that rank. Where a mesh does not have all ranks, as with pipeline parallelism, no rank knows what
-others lack: then each rank keeps all that it has.
+stored under a key of that rank, as its random state is. A copy of a state that is the same on all ranks has what each
+of them has for itself; of a sharded one each rank's copy has its own. Where a mesh does not have all ranks, as with
+pipeline parallelism, no rank knows what others lack: then each rank keeps all that it has.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
+from ...errors import CheckpointError, CheckpointMismatch, OtherWorldSize, Sharded
 from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_zero, tensors_in
-from ..rank_parts import Reshard, Rules
-from ..state_dicts import Part, state_of, unwrapped, update
+from ..rank_parts import Reshard, Rules, unpack
+from ..state_dicts import Part, load_into, state_of, unwrapped, update
 from .fsdp1 import Fsdp1ModuleState, Fsdp1OptimizerState, has_fsdp1, module_of
 from .items import FormCache, Items
 from .leaves import STRUCTURE, Archives, Leaves, Path, key_of, structure_path
@@ -24,23 +26,33 @@ from .modules import ModuleState
 from .optimizers import OptimizerState, ParameterNames
 from .pieces import refuse
 from .reading import OpenCopy, Reader
-from .table import DECLARED, OWN_PARTS, RANKS
+from .table import DECLARED, OWN_PARTS, RANDOM_STATE, RANKS
 
 _RESERVED = (RANKS, STRUCTURE)
 """No part has one of these names, nor a name that begins with one and a dot."""
+
+Own = Mapping[Path, Any]
+"""What one rank has for itself, by its path below that of the rank."""
 
 
 class Prepared:
     """All that a rank needs has been read, and nothing has changed. `own`: what this rank alone had, by name."""
 
-    def __init__(self, applied: list[Callable[[], None]], own: dict[str, Any]) -> None:
+    def __init__(self, applied: list[tuple[str, Callable[[], None]]], own: dict[str, Any]) -> None:
         self._applied = applied
         self.own = own
 
     def apply(self) -> None:
-        """Change all parts. They keep nothing of the copies' memory."""
-        for put in self._applied:
-            put()
+        """Change all parts. They keep nothing of the copies' memory. Raises CheckpointMismatch."""
+        for name, put in self._applied:
+            try:
+                put()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointMismatch(
+                    f"{name!r} of the checkpoint does not fit this script: {error}"
+                ) from error
 
 
 class ShardedParts:
@@ -72,8 +84,6 @@ class ShardedParts:
                     f"part {name!r} is a ZeroRedundancyOptimizer, which torch's own state_dict functions do not carry: "
                     "use fully_shard(), which spreads the optimizer's state over the ranks, too"
                 )
-            if any(name == one or name.startswith(f"{one}.") for one in _RESERVED):
-                raise Sharded(f"a part of a sharded state cannot be called {name!r}: give it another name")
         for name in (*self._of_rank_0, *self._rules):
             if is_sharded({name: self._parts[name]}):
                 whose = "rank 0's" if name in self._of_rank_0 else "each rank's own"
@@ -85,8 +95,24 @@ class ShardedParts:
 
     # ---------------------------------------------------------------- taking
 
-    def take(self, rank: int, world_size: int, step: int, *, common: bool, own: Mapping[str, Any]) -> Items:
-        """This rank's pieces. `common`: with what all ranks have alike; `own`: more that this rank alone has.
+    def own_parts(self) -> Own:
+        """Of this rank."""
+        if not self._rules:
+            return {}
+        return own_parts_of({name: state_of(self._parts[name]) for name in self._rules})
+
+    def take(
+        self,
+        rank: int,
+        world_size: int,
+        step: int,
+        *,
+        common: bool,
+        own: Mapping[int, Own],
+        instead: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    ) -> Items:
+        """This rank's pieces. `common`: with what all ranks have alike; `own`: with what these ranks have for
+        themselves; `instead`: of these parts, which are dicts, other ones.
 
         Raises NotPlainData and Sharded, and what the parts' `state_dict` raises.
         """
@@ -95,10 +121,14 @@ class ShardedParts:
         _, shared = self._shared
         # What one rank refuses of another part must not keep it from coming where all meet.
         found = {name: self._states[name].take(shared=shared) for name in self._collective_first()}
+        for name, state in instead.items():
+            found[name] = Leaves().add(state, (name,), ordered=shared)
         leaves = Leaves()
         for name in self._states:
             leaves.extend(found[name])
-        self._add_own(leaves, rank, own)
+        for one, states in own.items():
+            for path, state in states.items():
+                leaves.add(state, _own_path(one, *map(str, path)), ordered=True)
         form, tensors = taken = self._forms.take(leaves, world_size, shared=shared)
         if not common:
             form, left = form.without_common
@@ -107,7 +137,7 @@ class ShardedParts:
         for path, value in leaves.others:
             key, is_common = key_of(path), shared and path[0] != RANKS
             if common or not is_common:
-                values.append((key, path, self._archives.of(key, value, step), is_common))
+                values.append((key, path, self._archives.of(path, value, step), is_common))
         return Items(form, tensors, values, bool(self._rules), rank, taken)
 
     def _collective_first(self) -> list[str]:
@@ -119,14 +149,6 @@ class ShardedParts:
             (name, one) for name, part in self._parts.items() for one in tensors_in(part)
         )
         return ((name, one.to_local() if is_dtensor(one) else one) for name, one in found)
-
-    def _add_own(self, leaves: Leaves, rank: int, own: Mapping[str, Any]) -> None:
-        states = {_own_path(rank, name): value for name, value in own.items()}
-        states |= {_own_path(rank, OWN_PARTS, name): state_of(self._parts[name]) for name in self._rules}
-        if self._rules:
-            states[_own_path(rank, DECLARED)] = sorted(self._rules)
-        for path, state in states.items():
-            leaves.add(state, path, ordered=True)
 
     def _covers(self, world_size: int) -> bool:
         """Whether all ranks have all parts: every mesh has all ranks."""
@@ -174,7 +196,7 @@ class ShardedParts:
         reader.read_values()
         prepared = {name: state.prepare(reader) for name, state in self._states.items()}
         # What one rank cannot put into another part must not keep it from coming where all meet.
-        applied = [prepared[name] for name in self._collective_first()]
+        applied = [(name, prepared[name]) for name in self._collective_first()]
         ranks = self._ranks_read(rank, world_size, old_world_size)
         mine = {key: path for one in ranks for key, path in reader.under(_own_path(one)).items()}
         alone = {
@@ -189,17 +211,50 @@ class ShardedParts:
         reader.read_values(list(mine))
         for one in ranks:
             key = key_of(_own_path(one, DECLARED))
-            declared = reader.value(key) if key in mine else []
-            if declared != sorted(self._rules) and not (some and self._rules.keys() <= set(declared)):
-                raise CheckpointMismatch(
-                    f"the checkpoint holds of rank {one} {declared}, this script declares {sorted(self._rules)}: give "
-                    "Checkpointer the same per_rank, or use another directory"
-                )
-        for name, rule in self._rules.items():
+            self._check_declared(one, reader.value(key) if key in mine else [], some=some)
+        for name in self._rules:
             states = {one: state() for one, state in alone[name].items()}
-            mine_alone = self._reshaped(name, rule, states, rank, world_size, same)
-            applied.append(functools.partial(put_into, self._parts[name], mine_alone, self._modules))
+            applied.append((name, self._put_own(name, states, rank, world_size, same)))
         return Prepared(applied, {name: state() for name, state in own.items()})
+
+    def prepare_file(
+        self, payload: Mapping[str, Any], rank: int, world_size: int, *, some: bool = False
+    ) -> Prepared:
+        """As `prepare`, of what a file of the version before has (`storage/disk/old_format`): all of the state, and of
+        each rank a row. Its tensors are mapped."""
+        saved, rows, random_states = payload["state"], payload.get("ranks", ()), payload["rng"]
+        if saved.keys() != self._states.keys() and not (some and self._states.keys() <= saved.keys()):
+            raise CheckpointMismatch(
+                f"the checkpoint has the parts {sorted(saved)}, this script's state is {sorted(self._states)}: give "
+                "Checkpointer the state that was saved, or use another directory"
+            )
+        same = world_size == len(random_states)
+        ranks = self._ranks_read(rank, world_size, len(random_states))
+        alone = {one: unpack(rows[one]) if rows else {} for one in ranks}
+        for one, states in alone.items():
+            self._check_declared(one, sorted(states), some=some)
+        applied: list[tuple[str, Callable[[], None]]] = [
+            (name, functools.partial(load_into, self._parts[name], saved[name], self._modules))
+            for name in self._states
+        ]
+        for name in self._rules:
+            of_part = {one: states[name] for one, states in alone.items()}
+            applied.append((name, self._put_own(name, of_part, rank, world_size, same)))
+        return Prepared(applied, {RANDOM_STATE: random_states[rank].clone()} if same else {})
+
+    def _check_declared(self, rank: int, saved: Sequence[str], *, some: bool) -> None:
+        """Raises CheckpointMismatch where other parts were each rank's own."""
+        if saved != sorted(self._rules) and not (some and self._rules.keys() <= set(saved)):
+            raise CheckpointMismatch(
+                f"the checkpoint holds of rank {rank} {saved}, this script declares {sorted(self._rules)}: give "
+                "Checkpointer the same per_rank, or use another directory"
+            )
+
+    def _put_own(
+        self, name: str, states: dict[int, Any], rank: int, world_size: int, same: bool
+    ) -> Callable[[], None]:
+        state = self._reshaped(name, self._rules[name], states, rank, world_size, same)
+        return functools.partial(put_into, self._parts[name], state, self._modules)
 
     def _ranks_read(self, rank: int, world_size: int, old_world_size: int) -> Sequence[int]:
         """The old ranks of which this rank reads what was theirs alone. Raises OtherWorldSize."""
@@ -227,6 +282,19 @@ class ShardedParts:
                 f"the rule of {name!r} in per_rank cannot reshape the checkpoint from {len(states)} ranks to "
                 f"{world_size}: {error!r}"
             ) from error
+
+
+def own_parts_of(states: Mapping[str, Any]) -> Own:
+    """Of one rank, these states of the parts that are its own."""
+    found: dict[Path, Any] = {(OWN_PARTS, name): state for name, state in states.items()}
+    return {**found, (DECLARED,): sorted(states)}
+
+
+def refuse_names(parts: Iterable[str]) -> None:
+    """Raises ValueError for a part whose keys could be those of something else."""
+    for name in parts:
+        if any(name == one or name.startswith(f"{one}.") for one in _RESERVED):
+            raise ValueError(f"a part of the state cannot be called {name!r}: give it another name")
 
 
 def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:

@@ -138,8 +138,7 @@ def refuse(part: str, key: str, tensor: torch.Tensor) -> None:
         if not kind:
             continue
         raise NotPlainData(
-            f"{what} is {kind}, which a Checkpointer does not carry in a sharded state: let its state_dict() return "
-            "plain tensors"
+            f"{what} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain tensors"
         )
 
 

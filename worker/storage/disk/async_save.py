@@ -9,8 +9,7 @@ later copy takes it. The writer belongs to the agent and goes on when this proce
 reached, stands still, or is not done after a time that any disk would do, that thread takes the write back and does it
 itself.
 
-What is to be written, a state that is the same on all ranks (`WholeSave`) or shards (`sharded_save`), is a
-`Save`: one `Task` or more.
+What is to be written is a `Save` (see `sharded_save`): one `Task` or more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar
 
 from ....codec import Checked, Invalid
 from ...errors import CheckpointError, SaveFailed
@@ -41,14 +39,12 @@ from ...wire.messages import (
     CancelWrite,
     SaveResult,
     Tier,
-    WriteOrder,
     WriteOutcome,
 )
 from ..memory.slots import HeldSlot, Slots
 from .checkpoint_files import CheckpointFiles
 from .commit_permission import CommitPermission
-from .manifests import Manifest
-from .parts import outcome_of, write_copy
+from .parts import outcome_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +74,11 @@ class Save(ABC):
     """What one rank writes of one checkpoint."""
 
     step: int
-    tier: ClassVar[Tier] = "local"
-    """What it is that is written, for the agent."""
+
+    @property
+    @abstractmethod
+    def tier(self) -> Tier:
+        """What it is that is written, for the agent."""
 
     @abstractmethod
     def tasks(self, disk: DiskSaver, slots: Slots, held: HeldSlot) -> Sequence[Task]:
@@ -220,15 +219,18 @@ class DiskSaver:
     def _complete(
         self, outcome: Future[WriteOutcome], asked: Sequence[_Asked], slots: Slots, held: HeldSlot
     ) -> None:
-        found: WriteOutcome | None = None
         try:
             first, *others = asked
+            was_done_here = False
             with held:
                 found = self._answer(first)
                 if found is None or (found.error and not slots.shows(held)):
                     found = self._do_here(first)
+                    was_done_here = not found.error
             for one in others:
-                found = self._answer(one) or self._do_here(one)
+                answer = self._answer(one)
+                # One that the writer has refused may have lacked what is here by now.
+                found = self._do_here(one) if answer is None or (answer.error and was_done_here) else answer
             if not found.error:
                 self._durable = found.step
                 if asked[-1].task.tier == "local":
@@ -314,62 +316,6 @@ class _Asked:
     def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
-
-
-@dataclass(frozen=True, slots=True)
-class WholeSave(Save):
-    """Rank 0's, of a state that is the same on all ranks."""
-
-    step: int
-
-    def tasks(self, disk: DiskSaver, slots: Slots, held: HeldSlot) -> Sequence[Task]:
-        files, env = disk.files, disk.env
-        order = WriteOrder(
-            slots.memory,
-            files.directory,
-            held.name,
-            held.header.step,
-            held.header.generation,
-            env.generation,
-            files.keep,
-            tuple(sorted(files.good)),
-            files.run.id,
-            tuple(sorted(files.claim.bad_steps)),
-        )
-
-        def here() -> int:
-            return write_copy(files, slots, held, env.generation, disk.permission()).size
-
-        return (Task(order, here, max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)),)
-
-    def commit_now(
-        self,
-        disk: DiskSaver,
-        world_size: int,
-        serialize: Callable[[BinaryIO], object],
-        prove: Callable[[Manifest], None],
-    ) -> int:
-        """Make a checkpoint of what `serialize` writes, while all wait. Returns its size.
-
-        Raises OSError, and what `prove` and `CommitPermission.check` raise.
-        """
-        disk.wrote(self.step, durable=False)
-        files, may_change = disk.files, disk.permission()
-        manifest = files.write(
-            self.step,
-            generation=disk.env.generation,
-            world_size=world_size,
-            serialize=serialize,
-            may_change=may_change,
-        )
-        try:
-            prove(manifest)
-        except BaseException:
-            files.discard(manifest)
-            raise
-        files.publish(manifest, may_change)
-        disk.wrote(self.step, durable=True)
-        return manifest.size
 
 
 def _has_come(connection: socket.socket, within_s: float = 0.0) -> bool:

@@ -1,47 +1,43 @@
 """The checkpoint directory: what lies on disk, and the order in which it gets there.
 
-A checkpoint is two files. The *data* is whatever the caller serializes; its name carries its run, its writer and its
-own digest, so a new data file never overwrites one that may still be needed. The *manifest* names the data file
-with size and sha256 and carries a checksum of itself; its rename is the one instant at which the checkpoint begins to
-exist.
+A checkpoint is a directory with its *data*, whose name carries its run, its generation and a mark of this one attempt
+to save, so that new data never overwrites what may still be needed; and a *manifest*, which names that directory, lists
+its files with size and sha256, and carries a checksum of itself. Its rename is the one instant at which the checkpoint
+begins to exist.
 
-    step-000000000120-3b9e0c51d7aa-91c2f0d4-4f1c0a9be2d35577.pt
+    step-000000000120-3b9e0c51d7aa-00000007-91c2f0d4/       see `shard_files`
     step-000000000120.json
 
 Invariant: whenever the power goes, every visible manifest names data that was durable before it, and the newest
 `keep` good checkpoints are still there. It follows from the order, each line done before the next begins:
 
-    1 write the data under a temporary name, fsync it       4 write the manifest under a temporary name, fsync it
-    2 rename the data to its final name                     5 rename the manifest to its final name
-    3 fsync the directory                                   6 fsync the directory; only now delete older ones
+    1 write each part under a temporary name, fsync it      4 write the manifest under a temporary name, fsync it
+    2 rename it to its final name                           5 rename the manifest to its final name
+    3 fsync both directories (see `commit`)                 6 fsync the directory; only now delete older ones
 
 Before 1, so that nothing large is written for nothing, and again right before each rename of 5 and each deletion, two
 questions are asked. Is the directory still this run's (see `ownership`)? And does the caller give leave, since a
-writer that stood still may by then be a writer of the past? A writer that is refused removes its own data file; what
-one has died over is removed before the next write.
+writer that stood still may by then be a writer of the past? What a writer that is refused, or has died, leaves is
+removed before the next write.
 
 Only what is this run's own, or what it comes from (see `ownership`), is ever deleted or overwritten.
 
 After a failed write or fsync the file is abandoned: the kernel may have dropped the dirty pages and call the next
 fsync a success. Files are opened below one directory descriptor and never through a symbolic link.
 
-One process at a time writes (rank 0); any number may read. No torch here, and no collectives: see `checkpointer`.
-
-A sharded checkpoint is a directory in the place of the data file (see `shard_files`), which the ranks of all nodes
-fill (see `parts` and `commit`). All that is said here of data holds for it, too.
+The ranks that have parts fill the directory (see `parts`), one process at a time commits (rank 0, see `commit`), any
+number may read. No torch here, and no collectives: see `checkpointer`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedRandom, BufferedReader
-from typing import BinaryIO
+from io import BufferedReader
 
 from ...errors import BadCheckpoint, CheckpointError
 from ...wire.environment import Run
@@ -62,24 +58,25 @@ from .manifests import (
     runs_with_data,
 )
 from .ownership import Claim, Ownership
-from .shard_files import METADATA_NAME, DiskCopy, data_name, look, open_copy, remove_directory
+from .shard_files import METADATA_NAME, DiskCopy, Footer, data_name, look, open_copy, remove_directory
 
 logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 """How often a reader may find that a run that saves has replaced what it was about to read."""
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose digest was just checked; `stream` is the very file that was read, at its beginning.
+    """A checkpoint that was just looked at: all bytes of one part that has all, which is the open `stream`.
 
-    Of a sharded one that is DCP's index of its files, which are all there: `open_rank` reads and verifies their bytes.
+    `footer` is that of the part. Of several parts `stream` is DCP's index of them, and all are there: `open_rank` reads
+    and verifies their bytes.
     """
 
     manifest: Manifest
     stream: BufferedReader
+    footer: Footer | None = None
 
 
 def _none(_: Manifest) -> bool:
@@ -111,7 +108,7 @@ class CheckpointFiles:
         self._rejected: dict[str, BadCheckpoint] = {}
         """By the `file` of the manifest, what was found when the bytes were read."""
         self._listed: tuple[Manifest, dict[str, FileSum]] | None = None
-        """Of the sharded checkpoint that was read last."""
+        """Of the checkpoint that was read last."""
 
     def join(self, run: Run) -> None:
         """Without an agent each process is a run of its own; where all ranks write they are all of rank 0's."""
@@ -148,21 +145,22 @@ class CheckpointFiles:
         )
 
     def find(
-        self, unwanted: Callable[[Manifest], bool] = _none
+        self, unwanted: Callable[[Manifest], bool] = _none, *, verify: bool = True
     ) -> tuple[VerifiedCheckpoint | None, list[BadCheckpoint]]:
         """The newest checkpoint that verifies, and those before it that do not. What is `unwanted` comes last.
 
+        `verify`: all bytes of one part that has all, which else is verified as it is read, as several parts are.
         A reader beside a run that saves may find gone what it has listed, and something newer there: it looks again.
         """
         for _ in range(_LOOKS):
-            checkpoint, bad = self._find(unwanted)
+            checkpoint, bad = self._find(unwanted, verify)
             gone = [one.step for one in bad if isinstance(one.__cause__, FileNotFoundError)]
             if checkpoint is not None or not gone or max(self.steps(), default=-1) <= max(gone):
                 break
         return checkpoint, bad
 
     def _find(
-        self, unwanted: Callable[[Manifest], bool]
+        self, unwanted: Callable[[Manifest], bool], verify: bool
     ) -> tuple[VerifiedCheckpoint | None, list[BadCheckpoint]]:
         bad: list[BadCheckpoint] = []
         for step, manifest in self._candidates(unwanted):
@@ -170,24 +168,27 @@ class CheckpointFiles:
                 bad.append(self._rejected[manifest.file])
                 continue
             try:
-                return self.open(step), bad
+                return self.open(step, verify=verify), bad
             except BadCheckpoint as error:
                 bad.append(error)
         return None, bad
 
-    def open(self, step: int) -> VerifiedCheckpoint:
-        """Open and verify one checkpoint. Raises BadCheckpoint; the caller closes the stream."""
+    def open(self, step: int, *, verify: bool = True) -> VerifiedCheckpoint:
+        """Open and verify one checkpoint, as `find`. Raises BadCheckpoint; the caller closes the stream."""
         name = manifest_name(step)
         try:
             with open_directory(self.directory) as dir_fd:
                 manifest = read_manifest(dir_fd, step)
                 name = manifest.file
-                stream = _open_verified(dir_fd, manifest)
+                found = self._open(dir_fd, manifest, verify)
         except (OSError, ValueError) as error:
             self.claim.bad_steps.add(step)
             raise BadCheckpoint(step, os.path.join(self.directory, name), str(error)) from error
+        except BadCheckpoint:
+            self.claim.bad_steps.add(step)
+            raise
         self.good.add(step)
-        return VerifiedCheckpoint(manifest, stream)
+        return found
 
     def has(self, manifest: Manifest) -> bool:
         """Whether that checkpoint is still there, or may be."""
@@ -197,26 +198,57 @@ class CheckpointFiles:
         except OSError:
             return True
 
-    def open_data(self, manifest: Manifest) -> BufferedReader:
-        """The data of a checkpoint, not verified. Raises OSError; the caller closes the stream."""
+    def open_file(self, manifest: Manifest) -> BufferedReader:
+        """Of the version before, see `old_format`: not verified. Raises OSError; the caller closes the stream."""
         with open_directory(self.directory) as dir_fd:
             return open_for_reading(dir_fd, manifest.file)
 
     def open_rank(self, manifest: Manifest, rank: int) -> DiskCopy:
-        """That rank's copy in a sharded checkpoint, for the caller to close. Raises BadCheckpoint."""
+        """That rank's part, for the caller to close. Raises BadCheckpoint."""
         path = os.path.join(self.directory, manifest.file, data_name(rank))
         try:
             with (
                 open_directory(self.directory) as dir_fd,
                 open_own_directory(manifest.file, dir_fd) as there,
             ):
-                if self._listed is None or self._listed[0] != manifest:
-                    self._listed = manifest, _files_of(dir_fd, there, manifest)
-                files = self._listed[1]
-                open_it = old_format.open_copy if old_format.is_old(files) else open_copy
-                return open_it(there, path, manifest, files, rank)
+                return self._open_rank(dir_fd, there, manifest, rank)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(manifest.step, path, str(error)) from error
+
+    def _open_rank(self, dir_fd: int, there: int, manifest: Manifest, rank: int) -> DiskCopy:
+        """Raises OSError, ValueError."""
+        files = self._files_in(dir_fd, there, manifest)
+        open_it = old_format.open_copy if old_format.is_old(files) else open_copy
+        path = os.path.join(self.directory, manifest.file, data_name(rank))
+        return open_it(there, path, manifest, files, rank)
+
+    def _files_in(self, dir_fd: int, there: int, manifest: Manifest) -> dict[str, FileSum]:
+        """Those of the checkpoint in the directory `there`. Raises OSError, ValueError."""
+        listed = self._listed
+        if listed is None or listed[0] != manifest:
+            files = read_files(dir_fd, manifest)
+            listed = self._listed = (
+                manifest,
+                old_format.files_of(there, manifest) if files is None else files,
+            )
+        return listed[1]
+
+    def _open(self, dir_fd: int, manifest: Manifest, verify: bool) -> VerifiedCheckpoint:
+        """Raises OSError, ValueError, BadCheckpoint."""
+        if manifest.is_one_file:
+            return VerifiedCheckpoint(manifest, old_format.open_verified(dir_fd, manifest))
+        with open_own_directory(manifest.file, dir_fd) as there:
+            look(there, self._files_in(dir_fd, there, manifest))
+            if manifest.parts > 1:
+                return VerifiedCheckpoint(manifest, open_for_reading(there, METADATA_NAME))
+            copy = self._open_rank(dir_fd, there, manifest, 0)
+            try:
+                if verify:
+                    copy.verify()
+            except BaseException:
+                copy.close()
+                raise
+            return VerifiedCheckpoint(manifest, copy.stream, copy.footer)
 
     def reject(self, manifest: Manifest, bad: BadCheckpoint) -> None:
         """The bytes of that checkpoint, which were read since, are damaged: it is found no more."""
@@ -245,29 +277,6 @@ class CheckpointFiles:
 
     # ---------------------------------------------------------------- writing
 
-    def write(
-        self,
-        step: int,
-        *,
-        generation: int,
-        world_size: int,
-        serialize: Callable[[BinaryIO], object],
-        may_change: Callable[[], None],
-    ) -> Manifest:
-        """Make the data durable under its final name. It is no checkpoint yet: `publish` makes it one.
-
-        Raises OSError when the directory refuses, OtherRun, and what `may_change` raises (see `publish`): whatever
-        was there before is untouched.
-        """
-        with self.prepared(step, generation, may_change) as dir_fd:
-            temporary = self.claim.temporary_name(generation, step, "pt")
-            with self.claim.blaming(dir_fd):
-                sha256, size = write_durably(dir_fd, temporary, serialize)
-                name = f"step-{step:012d}-{self.run.id}-{self.claim.mark}-{sha256[:16]}.pt"
-                os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            os.fsync(dir_fd)
-        return Manifest(step, generation, world_size, name, size, sha256, self.run.id)
-
     @contextlib.contextmanager
     def prepared(self, step: int, generation: int, may_change: Callable[[], None]) -> Iterator[int]:
         """The directory, where a save of `step` may begin, and nothing is left of those that came to no end.
@@ -282,14 +291,11 @@ class CheckpointFiles:
             yield dir_fd
 
     def publish(
-        self,
-        manifest: Manifest,
-        may_change: Callable[[], None],
-        listed: Mapping[str, FileSum] | None = None,
+        self, manifest: Manifest, may_change: Callable[[], None], listed: Mapping[str, FileSum]
     ) -> None:
         """Make the manifest visible and durable: from here on the checkpoint exists. Then drop older ones.
 
-        `listed` are the files of a sharded one.
+        `listed` are its files. What they are may be published by another try, where this one fails.
         `may_change` returns if this process may change what others see at this instant, and raises CheckpointError
         if not: then there is no such checkpoint, or an old one too many. Raises OtherRun, and OSError.
         """
@@ -305,8 +311,6 @@ class CheckpointFiles:
                 # Their names have our run and mark in them: they are no other run's.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=dir_fd)
-                if not manifest.is_sharded:  # what all nodes have written may be published by another try
-                    self.discard(manifest)
                 raise
             os.fsync(dir_fd)
             self.good.add(manifest.step)
@@ -389,42 +393,3 @@ def _remove_data(dir_fd: int, name: str) -> None:
         remove_directory(dir_fd, name)
     else:
         os.unlink(name, dir_fd=dir_fd)
-
-
-def _open_verified(dir_fd: int, manifest: Manifest) -> BufferedReader:
-    """See `VerifiedCheckpoint`. Raises OSError, ValueError."""
-    if manifest.is_sharded:
-        with open_own_directory(manifest.file, dir_fd) as there:
-            look(there, _files_of(dir_fd, there, manifest))
-            return open_for_reading(there, METADATA_NAME)
-    stream = open_for_reading(dir_fd, manifest.file)
-    try:
-        _verify(stream, manifest)
-    except BaseException:
-        stream.close()
-        raise
-    return stream
-
-
-def _files_of(dir_fd: int, there: int, manifest: Manifest) -> dict[str, FileSum]:
-    """Of a sharded checkpoint in the directory `there`. Raises OSError, ValueError."""
-    files = read_files(dir_fd, manifest)
-    return old_format.files_of(there, manifest) if files is None else files
-
-
-def _verify(stream: BufferedReader, manifest: Manifest) -> None:
-    size = os.fstat(stream.fileno()).st_size
-    if size != manifest.size:
-        raise ValueError(f"{size} bytes long, the manifest says {manifest.size}")
-    if digest(stream) != manifest.sha256:
-        raise ValueError("sha256 differs from the manifest's")
-
-
-def digest(stream: BufferedReader | BufferedRandom) -> str:
-    """The sha256 of a whole stream, which is at its beginning before and after."""
-    stream.seek(0)
-    sha256 = hashlib.sha256()
-    while block := stream.read(_READ_BYTES):
-        sha256.update(block)
-    stream.seek(0)
-    return sha256.hexdigest()

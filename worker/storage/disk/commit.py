@@ -70,10 +70,14 @@ def commit(
     """`metadata` are the bytes of DCP's index. The parts of all ranks come within `save.within_s`, or too late.
 
     Raises SaveFailed when a part is missing or does not fit, OSError, OtherRun, and what `may_change` raises."""
-    with files.prepared(save.step, save.generation, may_change) as root:
+    with files.prepared(save.step, save.generation, may_change) as root, files.claim.blaming(root):
         with suppress(FileExistsError):
             os.mkdir(save.attempt, dir_fd=root)
-        parts = _await_parts(root, save, may_change, clock, sleep)
+        try:
+            parts = _await_parts(root, save, may_change, clock, sleep)
+        except SaveFailed:
+            files.claim.check(root, save.step)  # a run that has taken over may have removed some
+            raise
         with open_own_directory(save.attempt, root) as there:
             for name in os.listdir(there):
                 if name.startswith("tmp-"):  # of those who have died, or tried again
@@ -84,7 +88,7 @@ def commit(
             os.fsync(there)
         os.fsync(root)
     listed = {METADATA_NAME: FileSum(size, sha256)}
-    listed |= {data_name(rank): parts[rank][1] for rank in range(save.world_size)}
+    listed |= {data_name(rank): parts[rank][1] for rank in range(save.parts)}
     manifest = Manifest(
         save.step,
         save.generation,
@@ -93,6 +97,7 @@ def commit(
         sum(footer.size for footer, _ in parts.values()),
         digest_of(listed),
         files.run.id,
+        save.parts,
     )
     try:
         files.publish(manifest, may_change, listed)
@@ -115,8 +120,8 @@ def _await_parts(
     while True:
         with open_own_directory(save.attempt, root) as there:  # opened anew: NFS then asks its server
             names = set(os.listdir(there))
-            missing = [rank for rank in range(save.world_size) if data_name(rank) not in names]
-            new = sorted(set(range(save.world_size)) - found.keys() - set(missing))
+            missing = [rank for rank in range(save.parts) if data_name(rank) not in names]
+            new = sorted(set(range(save.parts)) - found.keys() - set(missing))
             with ThreadPoolExecutor(LOOKING_THREADS) as threads:
                 read = threads.map(lambda rank: _part(there, rank, save.step), new)
                 found |= zip(new, read, strict=True)
@@ -132,7 +137,7 @@ def _await_parts(
             )
         sleep(min(pause_s, max(0.0, deadline - clock())))
         pause_s = min(pause_s * 1.5, LAST_LOOK_S)
-    if problem := _problem([found[rank][0] for rank in range(save.world_size)], save):
+    if problem := _problem([found[rank][0] for rank in range(save.parts)], save):
         raise SaveFailed(f"step {save.step}: {problem}")
     return found
 

@@ -16,11 +16,13 @@ from ...wire.environment import RUN_NAME
 from ...wire.files import read_whole, seal_fields, unseal
 from ...wire.messages import RunNameOrNone
 
-SCHEMA = 4
+SCHEMA = 5
 """Of all that this version writes to disk."""
-OLD_SCHEMA = 2
-OLD_SHARDED_SCHEMA = 3
-"""See `old_format`."""
+_FORMS = {2: {"file"}, 3: {"directory"}, 4: {"file", "listed"}, SCHEMA: {"listed"}}
+"""By schema what the data of a checkpoint may be: one file, or a directory whose files the manifest lists or does not.
+See `old_format` for those that are not written any more."""
+SCHEMAS = tuple(_FORMS)
+"""That this version reads."""
 
 _RUN = rf"(?P<run>{RUN_NAME.pattern})"
 MANIFEST_NAME = re.compile(r"step-(\d{12,19})\.json")
@@ -31,9 +33,9 @@ TEMPORARY_NAME = re.compile(rf"tmp-(?P<generation>\d{{8,19}})-\d{{12,19}}-{_RUN}
 ATTEMPT_NAME = re.compile(
     rf"step-(?P<step>\d{{12,19}})-{_RUN}-(?P<generation>\d{{8,19}})-(?P<mark>[0-9a-f]{{8}})"
 )
-"""Of the directory that one attempt to save a sharded state fills: no other ever has the same."""
+"""Of the directory that one attempt to save a state fills: no other ever has the same."""
 _MAX_MANIFEST_BYTES = 4 << 20
-"""A sharded one has some 90 for each rank."""
+"""One of a sharded state has some 90 for each rank."""
 MOST_STEPS = 2**63 - 1
 
 
@@ -47,7 +49,7 @@ def step_number(step: SupportsIndex) -> int:
 
 
 class FileSum(NamedTuple):
-    """Of one file of a sharded checkpoint: its size, and a sha256 of what vouches for it, see `parts`."""
+    """Of one file of a checkpoint: its size, and a sha256 of what vouches for it, see `parts`."""
 
     size: int
     sha256: str
@@ -75,10 +77,11 @@ def digest_of(files: Mapping[str, FileSum]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manifest(Checked):
-    """What one checkpoint must look like to be believed: the step, its writer, and its data file's digest.
+    """What one checkpoint must look like to be believed: the step, its writer, and its data's digest.
 
-    Of a sharded one `file` is a directory, `size` that of all data in it, and `sha256` that of the list of its files,
-    which stands in the manifest's file only: what ranks tell each other stays small.
+    `file` is a directory with `parts` parts: one of each of the `world_size` ranks, or one that has all. `size` is that
+    of all data in it, and `sha256` that of the list of its files, which stands in the manifest's file only: what ranks
+    tell each other stays small. Of the version before it may be one file, see `old_format`.
     """
 
     step: Count
@@ -88,6 +91,7 @@ class Manifest(Checked):
     size: Positive
     sha256: Annotated[str, Text(64, re.compile(r"[0-9a-f]{64}"))]
     run: RunNameOrNone = ""
+    parts: Positive = 1
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -107,18 +111,18 @@ class Manifest(Checked):
             fits = False
         if not fits:
             raise Invalid(f"manifest.file is {self.file!r}, which is not this step's data file")
+        if self.parts not in (1, self.world_size):
+            raise Invalid(f"manifest.parts is {self.parts}, of {self.world_size} ranks")
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether each rank's part is a file of its own, in the directory `file`."""
-        return ATTEMPT_NAME.fullmatch(self.file) is not None
+    def is_one_file(self) -> bool:
+        """It is of the version before, see `old_format`."""
+        return DATA_NAME.fullmatch(self.file) is not None
 
-    def to_json(self, files: Mapping[str, FileSum] | None = None) -> bytes:
-        """`files` are those of a sharded one, with `digest_of` them in `sha256`."""
-        body = {"schema": SCHEMA, **plain(self)}
-        if files is not None:
-            body["files"] = {name: str(one) for name, one in files.items()}
-        return seal_fields(body, indent=1)
+    def to_json(self, files: Mapping[str, FileSum]) -> bytes:
+        """`files` are those in the directory, with `digest_of` them in `sha256`."""
+        listed = {name: str(one) for name, one in files.items()}
+        return seal_fields({"schema": SCHEMA, **plain(self), "files": listed}, indent=1)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
@@ -128,10 +132,14 @@ class Manifest(Checked):
 
 def _parsed(raw: bytes) -> tuple[Manifest, dict[str, FileSum] | None]:
     """And the list of files, if it is here. Raises Invalid."""
-    schema, body = unseal(raw, "manifest", OLD_SCHEMA, OLD_SHARDED_SCHEMA, SCHEMA)
-    listed = body.pop("files", None) if schema == SCHEMA else None
+    schema, body = unseal(raw, "manifest", *SCHEMAS)
+    listed = body.pop("files", None)
+    if schema != SCHEMA:
+        is_one = isinstance(body.get("file"), str) and DATA_NAME.fullmatch(body["file"])
+        body = {**body, "parts": 1 if is_one else body.get("world_size")}
     manifest = from_plain(Manifest, body)
-    if manifest.is_sharded != (listed is not None if schema == SCHEMA else schema == OLD_SHARDED_SCHEMA):
+    form = "listed" if listed is not None else "file" if manifest.is_one_file else "directory"
+    if form not in _FORMS[schema] or (listed is not None and manifest.is_one_file):
         raise Invalid(f"manifest has schema {schema}, which is not that of {manifest.file}")
     if listed is None:
         return manifest, None
@@ -148,7 +156,7 @@ def read_manifest(dir_fd: int, step: int) -> Manifest:
 
 
 def read_files(dir_fd: int, manifest: Manifest) -> dict[str, FileSum] | None:
-    """The files of that sharded checkpoint; None: `old_format` has them. Raises OSError, ValueError."""
+    """The files in the directory of that checkpoint; None: `old_format` has them. Raises OSError, ValueError."""
     found, files = _read(dir_fd, manifest.step)
     if found != manifest:
         raise ValueError(f"{manifest_name(manifest.step)} is of another checkpoint by now")

@@ -1,14 +1,18 @@
-"""Sharded checkpoints of the version before, for this release only: its manifests have schema 3.
+"""Checkpoints of the version before, for this release only.
 
-In the directory lay one more small file for each part, `__0_0.json`, which was what its footer is now, and `files.json`
-with size and sha256 of all files, for which the manifest vouched. Manifests of schema 2, of a state that is the same on
-all ranks, differ in nothing from those of today.
+Of a sharded state, with manifests of schema 3: in the directory lay one more small file for each part, `__0_0.json`,
+which was what its footer is now, and `files.json` with size and sha256 of all files, for which the manifest vouched.
+
+Of a state that is the same on all ranks, with manifests of schema 2: one file of `torch.save`, with its sha256 in the
+manifest. `ShardedParts.prepare_file` takes what is in it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
+from io import BufferedRandom, BufferedReader
 from typing import Any
 
 from ....codec import from_plain
@@ -18,6 +22,31 @@ from .shard_files import MAX_FOOTER_BYTES, DiskCopy, Footer, check_size, data_na
 
 _LIST_NAME = "files.json"
 _MAX_LIST_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+def open_verified(dir_fd: int, manifest: Manifest) -> BufferedReader:
+    """The one file of that checkpoint, at its beginning. Raises OSError, ValueError."""
+    stream = open_for_reading(dir_fd, manifest.file)
+    try:
+        size = os.fstat(stream.fileno()).st_size
+        if size != manifest.size:
+            raise ValueError(f"{size} bytes long, the manifest says {manifest.size}")
+        if sha256_of(stream) != manifest.sha256:
+            raise ValueError("sha256 differs from the manifest's")
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def sha256_of(stream: BufferedReader | BufferedRandom) -> str:
+    """Of all of it. It is at its beginning before and after."""
+    sha256 = hashlib.sha256()
+    while block := stream.read(_READ_BYTES):
+        sha256.update(block)
+    stream.seek(0)
+    return sha256.hexdigest()
 
 
 def files_of(there: int, manifest: Manifest) -> dict[str, FileSum]:

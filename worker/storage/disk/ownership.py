@@ -40,7 +40,7 @@ from ...errors import OtherRun
 from ...wire.environment import PROCESS_GROUP_TIMEOUT, Run, RunName
 from ...wire.files import open_directory, read_whole, remove, seal, unseal
 from .durable import make_directory, write_durably
-from .manifests import OLD_SCHEMA, SCHEMA, TEMPORARY_NAME, Manifest, readable_manifests
+from .manifests import SCHEMA, SCHEMAS, TEMPORARY_NAME, Manifest, readable_manifests
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Ownership(Checked):
     @classmethod
     def from_json(cls, raw: bytes) -> Ownership:
         """Raises Invalid."""
-        return from_plain(cls, unseal(raw, "owner", OLD_SCHEMA, SCHEMA)[1])
+        return from_plain(cls, unseal(raw, "owner", *SCHEMAS)[1])
 
 
 class Claim:

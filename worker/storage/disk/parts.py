@@ -1,9 +1,9 @@
 """Brings copies in memory to the disk: as the disk writer does it, and the worker itself where that cannot be asked.
 
-A copy of a whole state becomes a checkpoint in the order of `checkpoint_files`. A rank's copy of a sharded one becomes
-its part of an attempt: written under a temporary name, fsynced, renamed. The names are made durable by the one that
-commits, which looks at them all and then at the disk (`commit`). A rank that cannot write leaves a file without a
-footer in the place of its part, with the reason if there is room for one: so the others need not wait.
+A rank's copy becomes its part of an attempt: written under a temporary name, fsynced, renamed. A copy of a whole state
+is the one part. The names are made durable by the one that commits, which looks at them all and then at the disk
+(`commit`). A rank that cannot write leaves a file without a footer in the place of its part, with the reason if there
+is room for one: so the others need not wait.
 
 The directory of an attempt is its own: a writer of the past can do no harm in it, and a later save removes it. So the
 questions of `CheckpointFiles` are asked only so that nothing large is written for nothing.
@@ -32,7 +32,6 @@ from ..memory.copy_header import Header
 from ..memory.slots import PIECE_BYTES, HeldSlot, Slots
 from .checkpoint_files import CheckpointFiles
 from .durable import make_directory, write_durably
-from .manifests import Manifest
 from .shard_files import Footer, data_name, read_footer
 
 _Row = TypeVar("_Row", Shard, Value)
@@ -45,37 +44,6 @@ class Part:
     attempt: str
     generation: int
     twin_of: int | None = None
-
-
-def write_copy(
-    files: CheckpointFiles, slots: Slots, held: HeldSlot, generation: int, may_change: Callable[[], None]
-) -> Manifest:
-    """Make the copy a durable checkpoint. Raises what `CheckpointFiles.write` and `may_change` raise."""
-    header = held.header
-    sums: list[int] = []
-
-    def pour(sink: BinaryIO) -> None:
-        with (
-            mmap.mmap(held.stream.fileno(), header.size, prot=mmap.PROT_READ) as mapping,
-            memoryview(mapping) as view,
-        ):
-            for offset in range(0, header.size, PIECE_BYTES):
-                with view[offset : offset + PIECE_BYTES] as piece:
-                    sink.write(piece)
-                    sums.append(zlib.crc32(piece))
-
-    manifest = files.write(
-        header.step,
-        generation=generation,
-        world_size=header.world_size,
-        serialize=pour,
-        may_change=may_change,
-    )
-    if not header.sums:
-        with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
-            slots.add_sums(held, tuple(sums))
-    files.publish(manifest, may_change)
-    return manifest
 
 
 def write_held(
@@ -117,18 +85,18 @@ def write_part(
     make_directory(files.directory)
     with open_directory(files.directory) as root:
         files.claim.check(root, header.step)
-    with _attempt(files, part.attempt) as there:
-        found = _find(there, part, header)
-        if found is not None:
-            return found
-        try:
-            return _write(files, there, part, header, pour)
-        except FileNotFoundError:
-            # Another has written the same meanwhile, and the one that commits has cleared up.
+        with files.claim.blaming(root), _attempt(files, part.attempt) as there:
             found = _find(there, part, header)
-            if found is None:
-                raise
-            return found
+            if found is not None:
+                return found
+            try:
+                return _write(files, there, part, header, pour)
+            except FileNotFoundError:
+                # Another has written the same meanwhile, and the one that commits has cleared up.
+                found = _find(there, part, header)
+                if found is None:
+                    raise
+                return found
 
 
 def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exception) -> None:
@@ -161,10 +129,9 @@ def _attempt(files: CheckpointFiles, name: str) -> Iterator[int]:
 
 def _find(there: int, part: Part, header: Header) -> Footer | None:
     """What is written already: the disk writer may have been quicker than its answer."""
-    assert header.shards is not None
     with (
         contextlib.suppress(OSError, ValueError),
-        open_for_reading(there, data_name(header.shards.rank)) as stream,
+        open_for_reading(there, data_name(header.part.rank)) as stream,
     ):
         found, _ = read_footer(stream)
         same = (found.copied_by, found.step, found.generation, found.twin_of)
@@ -176,8 +143,7 @@ def _find(there: int, part: Part, header: Header) -> Footer | None:
 def _write(
     files: CheckpointFiles, there: int, part: Part, header: Header, pour: Callable[[BinaryIO], object]
 ) -> Footer:
-    assert header.shards is not None
-    shards, name = header.shards, data_name(header.shards.rank)
+    shards, name = header.part, data_name(header.part.rank)
     temporary = f"tmp-{files.claim.mark}-{name}"
     footers: list[Footer] = []
 
@@ -197,7 +163,7 @@ def _write(
                 copied_by=header.generation,
                 generation=part.generation,
                 size=header.size,
-                table=shards.table,
+                table=header.table,
                 digest=shards.digest,
                 common=shards.common,
                 twin_of=part.twin_of,
@@ -220,11 +186,12 @@ def _write_own(
     files: CheckpointFiles, part: Part, header: Header, copy: memoryview, may_change: Callable[[], None]
 ) -> int:
     assert header.shards is not None
-    offset, length = header.shards.table
+    offset, length = header.table
     own, places = own_rows(Table.from_bytes(bytes(copy[offset : offset + length])), header.shards.rank)
     table, end = own.to_bytes(), sum(aligned(count) for _, count in places)
-    shards = replace(header.shards, table=(end, len(table)), common=False)
-    smaller = replace(header, size=end + len(table), sums=(), rng_holes=(), shards=shards)
+    shards = replace(header.shards, common=False)
+    size, place = end + len(table), (end, len(table))
+    smaller = replace(header, size=size, sums=(), rng_holes=(), shards=shards, table=place)
 
     def pour(sink: BinaryIO) -> None:
         for begin, count in places:

@@ -1,10 +1,12 @@
-"""A checkpoint of a sharded state on disk: a directory in the format of `torch.distributed.checkpoint` (DCP).
+"""A checkpoint on disk: a directory in the format of `torch.distributed.checkpoint` (DCP).
 
     step-000000000120-3b9e0c51d7aa-00000007-91c2f0d4/
         __0_0.distcp     rank 0's part
         __1_0.distcp     ...
         .metadata        DCP's index of all parts, for `dcp.load`: a pickle, which nothing here ever reads
     step-000000000120.json
+
+Of a state that is the same on all ranks there is one part, rank 0's, with all of it.
 
 A part is the very bytes of the rank's copy in memory (see `table`), and behind them, where DCP does not look, a footer:
 what the copy is, and the checksums of its pieces. The manifest lists each file's size with a sha256 of the footer, of
@@ -151,8 +153,8 @@ class DiskCopy:
     def __init__(self, step: int, path: str, stream: BufferedReader, footer: Footer) -> None:
         self.footer = footer
         self.path = path
+        self.stream = stream
         self._step = step
-        self._stream = stream
         self._verified: set[int] = set()
         self._lock = threading.Lock()
 
@@ -163,7 +165,17 @@ class DiskCopy:
         self.close()
 
     def close(self) -> None:
-        self._stream.close()
+        self.stream.close()
+
+    def verify(self) -> None:
+        """All of it, by several threads. Raises BadCheckpoint."""
+
+        def look(begin: int) -> None:
+            self.read(begin, bytearray(min(PIECE_BYTES, self.footer.size - begin)))
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            for _ in threads.map(look, range(0, self.footer.size, PIECE_BYTES)):
+                pass
 
     @property
     def twin_of(self) -> int | None:
@@ -226,7 +238,7 @@ class DiskCopy:
         while done < len(target):
             with target[done:] as rest:
                 try:
-                    count = os.preadv(self._stream.fileno(), [rest], offset + done)
+                    count = os.preadv(self.stream.fileno(), [rest], offset + done)
                 except OSError as error:
                     raise self._bad(str(error)) from error
             if not count:

@@ -1,4 +1,6 @@
-"""A rank's way to a durable checkpoint of a sharded state: every rank writes its part, and rank 0 commits.
+"""A rank's way to a durable checkpoint: every rank that has a part writes it, and rank 0 commits.
+
+Of a sharded state each rank has a part. One that is the same on all ranks is rank 0's part alone.
 
 In the background each rank orders its own slot of the disk writer of its node, rank 0 also the commit, with DCP's index
 as an open file: so both outlive the ranks that gave the orders. Where the writer cannot be asked, dies, or is too late,
@@ -14,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pickle import dumps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from ...state.sharding.leaves import Path
 from ...state.sharding.reading import dtype_of
 from ...state.sharding.table import Table
 from ...wire.messages import CommitOrder, ShardOrder, Tier
-from ..memory.slot_memory import RankPlace, header_of_shards
+from ..memory.slot_memory import RankPlace, header_of_shards, header_of_whole
 from ..memory.slots import HeldSlot, Slots
 from .async_save import LEAST_S, SLOWEST_BYTES_PER_S, DiskSaver, Save, Task
 from .commit import commit
@@ -37,10 +39,9 @@ class ShardedSave(Save):
     """One save, as one rank takes part in it; rank 0 has named the attempt (`new_attempt`) to all.
 
     `most_bytes` is what the ranks of one node write, of that node which writes most. `twin_of`: a lower rank that has
-    the same shards, and no twin itself. `metadata` are the bytes of DCP's index: of rank 0.
+    the same shards, and no twin itself. `metadata` are the bytes of DCP's index: of rank 0. `is_whole`: rank 0's part
+    is the only one, and has all.
     """
-
-    tier: ClassVar[Tier] = "part"
 
     step: int
     attempt: str
@@ -49,6 +50,11 @@ class ShardedSave(Save):
     most_bytes: int
     twin_of: int | None = None
     metadata: bytes = b""
+    is_whole: bool = False
+
+    @property
+    def tier(self) -> Tier:
+        return "local" if self.is_whole else "part"
 
     @property
     def within_s(self) -> float:
@@ -65,7 +71,7 @@ class ShardedSave(Save):
                 self.refuse(disk, error)
                 raise
 
-        part = Task(self._order(disk, slots, held), write, self.within_s, self.tier)
+        part = Task(self._order(disk, slots, held), write, self.within_s, "part")
         if self.rank:
             return (part,)
         # The writer gives up by itself first, and says what was missing.
@@ -84,13 +90,21 @@ class ShardedSave(Save):
         """
         env, files = disk.env, disk.files
         place = RankPlace(env.node, env.generation, self.rank, env.local_rank, self.world_size, files.run.id)
-        header = header_of_shards(layout, place, self.step, resumed_from, common=common)
+        if self.is_whole:
+            header = header_of_whole(layout, place, self.step, resumed_from)
+        else:
+            header = header_of_shards(layout, place, self.step, resumed_from, common=common)
         assert self.twin_of is None, "what is poured are the shards, too"
         disk.wrote(self.step, durable=False)
+        may_change = disk.permission()
+        if self.is_whole:
+            with files.prepared(self.step, env.generation, may_change):
+                pass  # what was left here may have filled the disk
         try:
-            return write_part(files, self._part(disk), header, layout.pour, disk.permission()).size
+            return write_part(files, self._part(disk), header, layout.pour, may_change).size
         except (CheckpointError, OSError, ValueError) as error:
-            self.refuse(disk, error)
+            if not self.is_whole:
+                self.refuse(disk, error)
             raise
 
     def commit_now(self, disk: DiskSaver) -> int:
@@ -128,6 +142,7 @@ class ShardedSave(Save):
             files.run.id,
             self.attempt,
             self.world_size,
+            1 if self.is_whole else self.world_size,
             files.keep,
             tuple(sorted(files.good)),
             self.within_s,

@@ -12,17 +12,16 @@ from ...wire.files import seal, unseal
 from ...wire.messages import RunNameOrNone, SlotName
 from .slot_folders import Folder
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RankShards(Checked):
     """What makes a copy one rank's part of a state that no rank has whole.
 
-    `table` is the place, as offset and length, of the table that says where each shard lies in the copy
-    (`worker/state/sharding/table.py`). `digest` is of the names, shapes and offsets of all shards: of one state, copies
-    with equal digests hold the same shards, bit by bit, as the replica groups of HSDP do. `common`: the copy also has
-    what is the same on all ranks, which the first rank of a node keeps for its node.
+    `digest` is of the names, shapes and offsets of all shards: of one state, copies with equal digests hold the same
+    shards, bit by bit, as the replica groups of HSDP do. `common`: the copy also has what is the same on all ranks,
+    which the first rank of a node keeps for its node.
 
     `twins` are the other ranks whose copies of this state have the same digest: a rank that is lost with all its
     copies has left no digest. `keep` is the version that the copy rule protected when this copy was begun, see
@@ -30,17 +29,22 @@ class RankShards(Checked):
     """
 
     rank: Count
-    table: tuple[Count, Count]
     digest: Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
     common: bool
     twins: tuple[Count, ...] = ()
     keep: tuple[Count, Count] | None = None
 
 
+WHOLE = RankShards(0, "0" * 16, common=True)
+"""Of a copy that has all of a state: on disk it is the one part, of rank 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header(Checked):
     """What a slot holds.
 
+    `table` is the place, as offset and length, of the table that says where each tensor lies in the copy
+    (`worker/state/sharding/table.py`). `world_size` is the number of ranks, however many of them have copies.
     `resumed_from` is the step from which the generation went on: later ones of older generations are abandoned.
     `rng_holes` are the places, as offset and length, at which the random state of each rank is still to be filled in. A
     copy with holes counts once every rank has written its own down; a `partial` one, made after a rank had failed,
@@ -59,6 +63,7 @@ class Header(Checked):
     sums: tuple[Count, ...] = ()
     run: RunNameOrNone = ""
     shards: RankShards | None = None
+    table: tuple[Count, Count] = (0, 0)
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -67,20 +72,23 @@ class Header(Checked):
                 raise Invalid(f"header: the hole {hole!r} lies outside the {self.size} bytes of the state")
         if self.rng_holes and len(self.rng_holes) != self.world_size:
             raise Invalid(f"header: {len(self.rng_holes)} holes for {self.world_size} ranks")
+        if sum(self.table) > self.size:
+            raise Invalid(f"header: the table {self.table!r} lies outside the {self.size} bytes of the state")
         if self.shards is not None:
             if self.shards.rank >= self.world_size:
                 raise Invalid(f"header: shards of rank {self.shards.rank} of {self.world_size}")
             if any(twin >= self.world_size or twin == self.shards.rank for twin in self.shards.twins):
                 raise Invalid(f"header: the twins {self.shards.twins!r} of rank {self.shards.rank}")
-            if sum(self.shards.table) > self.size:
-                raise Invalid(
-                    f"header: the table {self.shards.table!r} lies outside the {self.size} bytes of the state"
-                )
 
     @property
     def version(self) -> tuple[int, int]:
         """The greater is the newer: a generation goes on from what was before, or abandons what of it was later."""
         return self.generation, self.step
+
+    @property
+    def part(self) -> RankShards:
+        """What the copy is as a part of a checkpoint on disk."""
+        return self.shards or WHOLE
 
     def is_same_copy(self, other: Header) -> bool:
         """Whether both are of the same bytes: a copy may get checksums, or begin to count without some ranks."""

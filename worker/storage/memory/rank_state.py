@@ -230,3 +230,10 @@ class Buffers:
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def restore_buffers(kept: RankState, modules: Sequence[torch.nn.Module]) -> None:
+    """Give the modules the buffers that the rank had, if it has kept them."""
+    buffers = Buffers(modules)
+    if kept.buffers and len(kept.buffers) == buffers.size:
+        buffers.restore(torch.frombuffer(bytearray(kept.buffers), dtype=torch.uint8))

@@ -1,9 +1,8 @@
 """The two slots of one worker, or of one node: they are filled where there is room, mapped, sealed, and lent out.
 
-Of a state that is the same on all ranks a node has one folder with two slots: its first rank copies for all of it, and
-a slot has the very bytes of the file that `torch.save` would write (see `archive_layout`). Of a sharded state each rank
-copies its own shards into slots of its own, the first one of a node also what all ranks have alike. No rank has the
-whole of that, so a slot is overwritten only where all have agreed on the version that they keep
+Of a state that is the same on all ranks a node has one folder with two slots: its first rank copies for all of it. Of a
+sharded state each rank copies its own shards into slots of its own, the first one of a node also what all ranks have
+alike. No rank has the whole of that, so a slot is overwritten only where all have agreed on the version that they keep
 (`storage/replication/copy_rule`).
 
 While a GPU still copies, the process goes on, and a thread seals the slot when the last byte has come (`slot_copies`).
@@ -16,13 +15,12 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...state.archive_layout import Layout
 from ...state.sharding.layout import ShardLayout
 from ...wire.environment import WorkerEnv, this_run
 from .available_memory import Memory, Need, least_free, limiting_levels, size_text
@@ -144,15 +142,13 @@ class SlotMemory:
 
     def begin_copy(
         self,
-        layout: Layout | ShardLayout,
+        layout: ShardLayout,
         header: Header,
         *,
         protected: tuple[int, int] | None = None,
-        check: Callable[[str], None] = lambda _: None,
     ) -> CopyUnderWay:
         """Copy what is laid out into the slot that does not hold the version `protected`. `seal` follows.
 
-        `check` gets the path of the slot when all but what a GPU still copies is there; what it raises ends the copy.
         Raises NoRoom, SlotsBusy.
         """
         if self._folders_with_shards:
@@ -163,7 +159,6 @@ class SlotMemory:
                 mapping = self._mapped(opened)
                 opened.trim()
                 events = layout.copy_to(mapping.view, mapping.tensor)
-                check(opened.path)
             except BaseException:
                 opened.close()
                 raise
@@ -391,9 +386,20 @@ def header_of_shards(
     protected: tuple[int, int] | None = None,
 ) -> Header:
     """Of the copy that has what `layout` says."""
-    shards = RankShards(place.rank, layout.table_place, layout.digest, common, twins, protected)
+    shards = RankShards(place.rank, layout.digest, common, twins, protected)
+    return replace(header_of_whole(layout, place, step, resumed_from), shards=shards)
+
+
+def header_of_whole(layout: ShardLayout, place: RankPlace, step: int, resumed_from: int) -> Header:
+    """Of the copy that has what `layout` says, and that is all of the state."""
     return Header(
-        step, place.generation, resumed_from, place.world_size, layout.size, run=place.run, shards=shards
+        step,
+        place.generation,
+        resumed_from,
+        place.world_size,
+        layout.size,
+        run=place.run,
+        table=layout.table_place,
     )
 
 

@@ -36,7 +36,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from io import BufferedReader
+from io import BufferedRandom, BufferedReader
 
 from ...wire.files import (
     OWN_DIRECTORY,
@@ -402,7 +402,7 @@ def overwrite_order(contents: Sequence[tuple[tuple[int, int], bool] | None]) -> 
     return sorted(range(len(contents)), key=lambda place: contents[place] or ((-1, -1), False))
 
 
-def sums_of(stream: BufferedReader, size: int) -> tuple[int, ...]:
+def sums_of(stream: BufferedReader | BufferedRandom, size: int) -> tuple[int, ...]:
     """The checksums of the pieces of a slot."""
     if not size:
         return ()

@@ -23,7 +23,8 @@ from ...storage.memory.slots import PIECE_BYTES, NoRoom, Slots, SlotsBusy, sums_
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
-from ..loading.selection import CopyPlace, Source
+from .node_sharing import SharedBytes
+from .selection import CopyPlace, Source
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +179,7 @@ def _reader_of(view: memoryview) -> Callable[[int, memoryview], None]:
 
 
 def _table(header: Header, read: Callable[[int, memoryview], None]) -> Table:
-    assert header.shards is not None, "only shards are opened here"
-    offset, length = header.shards.table
+    offset, length = header.table
     raw = bytearray(length)
     read(offset, memoryview(raw))
     return Table.from_bytes(bytes(raw))
@@ -222,7 +222,7 @@ class CopiesOnDisk:
     def of_rank(self, rank: int) -> dict[int, OpenCopy]:
         """What that rank had, and what all had alike. Raises BadCheckpoint."""
         found = {}
-        for one in (rank, 0):
+        for one in (rank, 0) if self._manifest.parts > 1 else (0,):
             copy = self._open(one)
             found[one] = _open_copy(copy)
             if copy.twin_of is not None:
@@ -231,7 +231,7 @@ class CopiesOnDisk:
 
     def of_all(self) -> dict[int, OpenCopy]:
         """Raises BadCheckpoint."""
-        return {rank: _open_copy(self._open(rank)) for rank in range(self._manifest.world_size)}
+        return {rank: _open_copy(self._open(rank)) for rank in range(self._manifest.parts)}
 
     def _open(self, rank: int) -> DiskCopy:
         return self._stack.enter_context(self._files.open_rank(self._manifest, rank))
@@ -239,3 +239,24 @@ class CopiesOnDisk:
 
 def _open_copy(copy: DiskCopy) -> OpenCopy:
     return OpenCopy(copy.table, copy.read, None)
+
+
+class CopyHere:
+    """The one copy that has all of a state: every rank has it, mapped."""
+
+    def __init__(self, brought: SharedBytes) -> None:
+        self._brought = brought
+
+    def of_rank(self, _: int) -> dict[int, OpenCopy]:
+        """Raises Invalid, OSError."""
+        return self.of_all()
+
+    def of_all(self) -> dict[int, OpenCopy]:
+        """As `of_rank`."""
+        stream, (offset, length), _ = self._brought
+        try:
+            view = memoryview(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ))
+        except OSError:  # a file system that cannot map
+            stream.seek(0)
+            view = memoryview(stream.read())
+        return {0: OpenCopy(Table.from_bytes(bytes(view[offset : offset + length])), _reader_of(view), view)}
