@@ -219,7 +219,7 @@ class Registry:
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
 UNKNOWN = "unknown"
-"""The label for causes that this registry was not made with: other nodes may have causes of their own."""
+"""The label for causes that this registry was not made with."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 HANG_STATES = ("off", "watching", "suspecting")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.agent.workers.causes import CauseTable
+from elastic_agent.agent.workers import causes
 from elastic_agent.health.metrics import PREFIX, Build, Metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def unknown_metrics(text: str) -> list[str]:
         workers=1,
         min_nodes=1,
         started_at_s=0.0,
-        causes=CauseTable().names,
+        causes=causes.NAMES,
     )
     exported = {
         PREFIX + family.name + suffix: family

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from ...rendezvous.records import Action, Endpoint
+from ...rendezvous.records import Endpoint
 from ..common.exits import ExitCode
 from ..common.ports import PortRange
 from .parse import (
@@ -329,24 +329,6 @@ TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only o
 
 
 @dataclass(frozen=True, slots=True)
-class UserCause:
-    """A row `[[cause]]` of the configuration file: a cause of the user's own, or a change of a built-in one."""
-
-    name: str
-    contains: str = ""
-    """A text that is in a line of the exception, or in one of the last lines. Empty: none."""
-    action: Action | None = None
-    """None: the action of the built-in cause."""
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """The keys and values of the row in the file."""
-        action = self.action.value if self.action is not None else ""
-        parts = {"name": self.name, "contains": self.contains, "action": action}
-        return {key: text for key, text in parts.items() if text}
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
     """What every worker runs. `target` is a path, a module name or a program, by `kind`."""
 
@@ -388,8 +370,6 @@ class Config:
     port_range: PortRange | None = PORT_RANGE.field()  # None: any free port
     max_restarts: int | None = MAX_RESTARTS.field()
     """None: no limit while generations make progress, 3 in a row without."""
-    causes: tuple[UserCause, ...] = ()
-    """The rows `[[cause]]` of the file, in its order."""
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()

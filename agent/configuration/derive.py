@@ -185,8 +185,6 @@ def _merged(
         merged.problems += source.problems
         merged.warnings += source.warnings
         merged.broken |= source.broken
-        if source.causes.value:
-            merged.causes = source.causes
         targets = [source[target] for target in TARGETS if target in source]
         if targets:
             for option in (*TARGETS, ARGS):
@@ -346,7 +344,6 @@ def _config(settings: Settings, command: Command) -> Config:
         command=command,
         nodes=nodes,
         rendezvous=_rendezvous(settings),
-        causes=settings.causes.value,
         stop=_filled(StopConfig, settings, job_ends_at=settings.job_ends_at),
     )
 

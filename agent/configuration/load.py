@@ -2,11 +2,6 @@
 
 Words: a *setting* is a value with its *origin*, the words by which a person finds the place to change it. Every problem
 of a source is collected, not only the first: so the command line is not read by argparse, which stops there.
-
-The file may have rows `[[cause]]`: causes of failures of the user's own, and changes of built-in ones. Each has a
-`name`. A failure has this cause if a line of its exception, or one of its last lines, has the text `contains` in it;
-such rows come before all built-in ones, in the order of the file. The row's `action` is the action of the cause. A name
-that the agent does not know needs both.
 """
 
 from __future__ import annotations
@@ -18,8 +13,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from ...rendezvous.records import Action
-from ...rendezvous.text import CAUSE
 from ...worker.wire.environment import WORKER_VARIABLES
 from .config import (
     ARGS,
@@ -35,7 +28,6 @@ from .config import (
     SCRIPT,
     TARGETS,
     Problem,
-    UserCause,
 )
 from .parse import NodeCounts, Option, OptionSource
 from .stopping import STOP_GRACE
@@ -85,6 +77,7 @@ T = TypeVar("T")
 REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
     "away": "of exclude: leave it out, it takes any name, and names the nodes that are there",
+    "cause": "leave it out: what follows from a failure is in docs/runbook.md, for all jobs alike",
     "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "cool-down": "leave it out: an excluded node checks itself after 1 minute, and then after twice the time",
     "device-pinning": "for mask write --virtual-local-rank, for none --devices-per-worker 0",
@@ -149,8 +142,6 @@ class Settings:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    causes: Setting[tuple[UserCause, ...]] = field(default_factory=lambda: Setting((), "default"))
-    """The rows `[[cause]]`, which only a file can have."""
     job_ends_at: int | None = None
     """Unix time, which only Slurm's environment says."""
 
@@ -209,7 +200,7 @@ class Settings:
     def lines(self) -> list[str]:
         """Every setting as a TOML line with its origin, those that a source gave first; the lines are a file that means
         the same."""
-        rows, causes = [], []
+        rows = []
         for option in OPTIONS:
             if option.shorthand or OptionSource.FILE not in option.sources:
                 continue
@@ -217,11 +208,6 @@ class Settings:
             unset = setting.value is None
             written = f"# {option.name}: not set" if unset else f"{option.name} = {_quoted(setting.text)}"
             rows.append((written, setting.origin))
-        for cause in self.causes.value:
-            parts = ", ".join(f"{key} = {_quoted(text)}" for key, text in cause.parts.items())
-            causes.append(f"{{{parts}}}")
-        if causes:
-            rows.append((f"cause = [{', '.join(causes)}]", self.causes.origin))
         rows.sort(key=lambda row: row[1].startswith("default"))
         width = max(len(written) for written, _ in rows if len(written) <= 40)
         return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]
@@ -358,7 +344,7 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
 
 
 def read_file(path: str) -> Settings:
-    """A TOML file with the options' names as keys, and rows `[[cause]]`."""
+    """A TOML file with the options' names as keys."""
     settings = Settings()
     try:
         with open(path, "rb") as file:
@@ -378,10 +364,6 @@ def read_file(path: str) -> Settings:
         if OptionSource.FILE in option.sources
         for name in option.names
     }
-    if KEY in document:
-        causes, problems = read_causes(document.pop(KEY), path)
-        settings.causes = Setting(causes, f"{path}: {KEY}")
-        settings.problems += problems
     found = [(keys.get(key.replace("_", "-")), key, value) for key, value in document.items()]
     for option, key, value in sorted(found, key=lambda each: each[0] is not None and not each[0].shorthand):
         if option is None:
@@ -408,71 +390,6 @@ def _toml_text(option: Option[object], value: object) -> str | None:
     if isinstance(value, int | str):
         return str(value)
     return None
-
-
-# --- Causes ---
-
-KEY = "cause"
-MOST_ROWS = 32
-MOST_TEXT = 500
-
-BUILT_IN_CAUSES = frozenset(
-    (
-        *("gpu_fault", "host_out_of_memory", "refused", "port", "gpu_missing"),
-        *("import_error", "script_error"),
-        *("cuda_out_of_memory", "connection_lost", "cuda_error", "nccl", "disk_full", "command"),
-        *("exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
-    )
-)
-"""The names of `agent/workers/causes.py`, which a row of the file may change."""
-
-_ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
-"""A script can print any text, so none of it excludes a node."""
-_OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
-"""Other values of the metrics' label `reason`, which are no failures."""
-
-
-def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
-    """The rows, and the first problem of each. `value` is the file's value of `KEY`."""
-    rows: list[UserCause] = []
-    problems = []
-    if not isinstance(value, list) or len(value) > MOST_ROWS:
-        advice = "write each as [[cause]], with name, contains and action below it"
-        return (), [Problem(f"{path}: {KEY}", None, f"tables, at most {MOST_ROWS} rows", advice)]
-    for number, row in enumerate(value, 1):
-        try:
-            rows.append(_cause(row, {cause.name: cause.action for cause in reversed(rows)}))
-        except ValueError as error:
-            advice = "docs/configuration.md says how to write one"
-            problems.append(Problem(f"{path}: {KEY} {number}", str(row), str(error), advice))
-    return tuple(rows), problems
-
-
-def _cause(row: object, actions: Mapping[str, Action | None]) -> UserCause:
-    """`actions` are those of the rows before, by name. The ValueError says what is expected."""
-    if not isinstance(row, dict) or not row.keys() <= {"name", "contains", "action"}:
-        raise ValueError("a table with name, contains and action")
-    name, text, action = row.get("name"), row.get("contains", ""), row.get("action", "")
-    if not isinstance(name, str) or not CAUSE.fullmatch(name) or name in _OF_METRICS:
-        raise ValueError(
-            "a name of at most 40 small letters, digits and _, beginning with a letter; none of"
-            f" {', '.join(sorted(_OF_METRICS))}"
-        )
-    if (
-        not isinstance(text, str)
-        or "\n" in text
-        or len(text) > MOST_TEXT
-        or ("contains" in row) != bool(text.strip())
-    ):
-        raise ValueError(f"as contains a part of a line, at most {MOST_TEXT} characters")
-    if not isinstance(action, str) or ("action" in row and action not in _ACTIONS):
-        raise ValueError(f"as action one of {', '.join(_ACTIONS)}")
-    known = name in BUILT_IN_CAUSES or name in actions
-    if not (text and action) and not (known and (text or action)):
-        raise ValueError("contains and action, or one of them with the name of a known cause")
-    if action and (before := actions.get(name)) not in (None, _ACTIONS[action]):
-        raise ValueError(f"the action of the row before with this name, {before.value}")
-    return UserCause(name, text, _ACTIONS.get(action))
 
 
 # --- Words ---

@@ -53,7 +53,7 @@ from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import open_store, policy_of, program_of, store_options
 from ..rendezvous_io.worker_answers import WorkerAnswers
 from ..rendezvous_io.worker_links import WorkerLinks
-from ..workers.causes import CauseTable
+from ..workers import causes
 from ..workers.environment import Node, worker_env
 from ..workers.evidence import EvidenceKeeper
 from ..workers.generation import Processes
@@ -184,7 +184,7 @@ def _keep_books(agent: Agent) -> None:
         workers=machine.workers,
         min_nodes=config.nodes.min,
         started_at_s=time.time() - (agent.clock() - agent.started_at),  # the network may have taken its time
-        causes=CauseTable(config.causes).names,
+        causes=causes.NAMES,
     )
     agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
     files = agent.log_files = agent.started(LogFiles())

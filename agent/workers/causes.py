@@ -4,9 +4,8 @@ The first row that matches names the cause of a worker's end.
 
 A row says what it is known by, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the
 metrics and the `cause` in the store. Only what NVML reports excludes a node: a script can print anything.
-Rows that are known by exceptions and last lines come before those by exit codes and signals. The user's rows,
-`[[cause]]` in the configuration file, come before all. What no row knows is an `exception`, or `unknown`: its last
-lines are shown.
+Rows that are known by exceptions and last lines come before those by exit codes and signals. What no row knows is an
+`exception`, or `unknown`: its last lines are shown.
 
 - `collateral`: the end follows from another failure, whose cause may still become known.
 - `outside`: a user or another program killed the worker; neither script, state nor node has failed.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from ...health import hang_report
 from ...rendezvous import records
 from ...rendezvous.records import Action, Failure
 from ..common.exits import describe_exit
-from ..configuration.config import UserCause
 from .post_mortem import (
     BY_ITSELF,
     ErrorReport,
@@ -272,38 +270,19 @@ CAUSES: tuple[FailureCause, ...] = (
     NOT_STARTED,
     STORE_SERVER,
 )
-"""All built-in rows, in the order in which they are tried."""
+"""All rows, in the order in which they are tried."""
+_BY_NAME = {cause.name: cause for cause in CAUSES}
+NAMES = tuple(_BY_NAME)
 
 
-class CauseTable:
-    """The table in force on this node: the user's rows, then `CAUSES`."""
+def cause_named(name: str) -> FailureCause:
+    """UNKNOWN for a name that is not in the table."""
+    return _BY_NAME.get(name, UNKNOWN)
 
-    def __init__(self, users: Sequence[UserCause] = ()) -> None:
-        actions = {user.name: user.action for user in users if user.action is not None}
-        self._built_in = tuple(
-            replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
-        )
-        self._by_name = {cause.name: cause for cause in self._built_in}
-        self._own: list[tuple[str, FailureCause]] = []
-        for user in users:
-            if user.contains:
-                hint = "a row of the configuration file has named it"
-                cause = self._by_name.get(user.name) or FailureCause(user.name, actions[user.name], hint)
-                self._own.append((user.contains, cause))
-        self._by_name.update((cause.name, cause) for _, cause in self._own)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._by_name)
-
-    def named(self, name: str) -> FailureCause:
-        """The row of this name; UNKNOWN for a name that only another node's table has."""
-        return self._by_name.get(name, UNKNOWN)
-
-    def classify(self, worker: PostMortem) -> FailureCause:
-        """The first row that matches; UNKNOWN if none does, as for an end with success."""
-        own = (cause for text, cause in self._own if any(text in line for line in worker.lines))
-        return next(own, None) or next((cause for cause in self._built_in if cause.matches(worker)), UNKNOWN)
+def classify(worker: PostMortem) -> FailureCause:
+    """The first row that matches; UNKNOWN if none does, as for an end with success."""
+    return next((cause for cause in CAUSES if cause.matches(worker)), UNKNOWN)
 
 
 # --- The failure that all nodes are told of
@@ -318,17 +297,17 @@ _VARYING = re.compile(
 )
 
 
-def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
+def describe_failure(worker: PostMortem) -> Failure:
     """The failure of this worker, with its cause. All of it fits into a record; its node's log has more."""
     worker = replace(worker, log_tail=tuple(map(clean, worker.log_tail)))
     if not worker.exception and (found := _traceback(worker)) is not None:
         worker = replace(worker, report=found)
-    cause = causes.classify(worker)
+    cause = classify(worker)
     # A broken GPU of the worker is the cause of what may look like one, and of an end that follows from another. Else
     # the fault may be hours old.
     if worker.own_gpus and (cause.of_gpu or cause.collateral):
         worker = replace(worker, gpu_failed=True)
-        cause = causes.classify(worker)
+        cause = classify(worker)
     said = worker.exception or (says_port_taken(worker.words) if cause.name == "port" else "")
     words = f": {cut(first_line(said), SUMMARY_MAX // 2)}" if said else ""
     notes = [

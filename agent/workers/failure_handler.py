@@ -28,7 +28,7 @@ from ...rendezvous.records import Failure, Phase
 from ..common.events import Event
 from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
-from .causes import SUMMARY_MAX, CauseTable, FailureCause, describe_failure, shown_file
+from .causes import SUMMARY_MAX, FailureCause, cause_named, describe_failure, shown_file
 from .environment import Node, error_file
 from .evidence import Evidence
 from .generation import Crash, Generation, Processes
@@ -61,7 +61,6 @@ class FailureHandler:
     _participant: Participant
     _observer: Observer
     _processes: Processes
-    _causes: CauseTable
     _stop: Callable[[signal.Signals], None]
     """Asks all workers here to end, by this signal, for a failure that the log has already."""
     _post: Callable[[Event], None]
@@ -120,7 +119,7 @@ class FailureHandler:
 
     def _examine(self, generation: Generation, crash: Crash, now: float) -> None:
         """Find out why this worker has failed, and end the generation with it."""
-        failure = describe_failure(self._post_mortem(generation, crash, now), self._causes)
+        failure = describe_failure(self._post_mortem(generation, crash, now))
         if crash.asked and (failure.exception is None or failure.collateral or failure.outside):
             return
         generation.failed.append(failure)
@@ -155,8 +154,7 @@ class FailureHandler:
 
     def fail(self, generation: Generation, cause: FailureCause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
-        action = self._causes.named(cause.name).action
-        failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)
+        failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=cause.action)
         self._report(generation, failure, what)
 
     # ---------------------------------------------------------------- hangs
@@ -200,7 +198,7 @@ class FailureHandler:
             return
         generation.hung = True
         failure = Failure(
-            *(generation.number, HANG, cut(why, SUMMARY_MAX), HANG, self._causes.named(HANG).action),
+            *(generation.number, HANG, cut(why, SUMMARY_MAX), HANG, cause_named(HANG).action),
             node=self._node.name,
             rank=generation.group.ranks[local_rank],
             local_rank=local_rank,
@@ -258,7 +256,7 @@ class FailureHandler:
             return
         failed = generation.failed if generation is not None and own else []
         others = [mine for mine in failed if mine.rank != failure.rank]
-        log.error("%s", summarize(failure, others, self._causes.named(failure.cause).hint, evidence))
+        log.error("%s", summarize(failure, others, cause_named(failure.cause).hint, evidence))
 
     def _seeks_root(self, generation: Generation) -> bool:
         """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""

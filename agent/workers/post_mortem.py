@@ -173,11 +173,6 @@ class PostMortem:
             return self.log_tail if self.signal in BY_ITSELF else ()
         return tuple(line for line in self.log_tail if line.strip())[-LAST_WORDS:]
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """All that is known of what the worker said, however it ended."""
-        return (*self.exception.split("\n"), *self.log_tail)
-
 
 # --- Ports: a worker that found one taken
 

@@ -32,7 +32,7 @@ from ..configuration.stopping import drain_timeout_s
 from ..observability.observer import Observer
 from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
-from .causes import NOT_STARTED, STORE_SERVER, CauseTable
+from .causes import NOT_STARTED, STORE_SERVER
 from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
 from .evidence import Evidence
 from .failure_handler import FailureHandler
@@ -65,13 +65,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._failures = FailureHandler(
-            *(
-                self._node,
-                self._participant,
-                self._observer,
-                self._processes,
-                CauseTable(self._config.causes),
-            ),
+            *(self._node, self._participant, self._observer, self._processes),
             *(self._stop_failed, self._post, self._clock),
         )
         self._processes.worker_store.on_failure = self._store_failed

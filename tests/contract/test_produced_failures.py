@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.machine.cgroups import OomKills
-from elastic_agent.agent.workers.causes import CauseTable, describe_failure
+from elastic_agent.agent.workers.causes import cause_named, describe_failure
 from elastic_agent.agent.workers.post_mortem import PostMortem
 from elastic_agent.rendezvous.records import Action, Failure
 from tests.small_memory import inside, small_memory
 
-TABLE = CauseTable()
 TAIL = 40
 LIMIT = 64 * 2**20
 PATIENCE_S = 120
@@ -146,7 +145,7 @@ def judged(process: subprocess.Popen[str], *, oom_killed: bool = False) -> Failu
         log_tail=tuple(output.splitlines()[-TAIL:]),
         oom_killed=oom_killed,
     )
-    return describe_failure(worker, TABLE)
+    return describe_failure(worker)
 
 
 def shown(case: Case) -> str:
@@ -248,4 +247,4 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 def test_what_follows_from_a_produced_failure_is_in_its_row() -> None:
     produced = {case.cause for case in CASES} | {"port", "connection_lost"}
-    assert {TABLE.named(name).action for name in produced} == set(Action) - {Action.EXCLUDE_NODE}
+    assert {cause_named(name).action for name in produced} == set(Action) - {Action.EXCLUDE_NODE}

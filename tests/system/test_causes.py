@@ -41,44 +41,6 @@ def test_an_error_of_the_script_is_tried_twice(job: Job, options: tuple[str, ...
     assert not agent.says("generation 3")
 
 
-CONFIGURED = """
-max-restarts = 2
-[[cause]]
-name = "import_error"
-action = "restart"
-[[cause]]
-name = "no_license"
-contains = 'license server x refused'
-action = "end"
-"""
-
-
-def test_a_row_of_the_user_changes_what_follows(job: Job) -> None:
-    (job.folder / "agent.toml").write_text(CONFIGURED)
-    options = f"--config={job.folder / 'agent.toml'}"
-    agent = job.start("a", options, script=script(job, "import no_such_module"))
-    assert agent.exit_code() == 3
-    assert agent.says("3 failures, --max-restarts allows 2")
-
-
-def test_a_cause_of_the_users_own_is_named_and_obeyed(job: Job) -> None:
-    (job.folder / "agent.toml").write_text(CONFIGURED)
-    code = "import sys\nprint('license server x refused us', file=sys.stderr, flush=True)\nsys.exit(42)"
-    agent = job.start("a", f"--config={job.folder / 'agent.toml'}", script=script(job, code))
-    assert agent.exit_code() == 1
-    assert agent.says("known as: no_license: a row of the configuration file has named it")
-    assert agent.says("no restart helps; the last: exit code 42")
-    assert not agent.says("generation 2")
-
-
-def test_rows_that_cannot_be_used_are_all_named_and_nothing_is_started(job: Job) -> None:
-    (job.folder / "agent.toml").write_text('[[cause]]\nname = "A"\n[[cause]]\nname = "mine"\ncontains = ""\n')
-    agent = job.start("a", f"--config={job.folder / 'agent.toml'}")
-    assert agent.exit_code() == 78
-    for wrong in ("cause 1 .*expected a name", "cause 2 .*expected as contains"):
-        assert agent.says(wrong)
-
-
 ROOT = """
 import atexit, os, sys, time
 FLAG = sys.argv[1]

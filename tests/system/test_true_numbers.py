@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.agent.workers.causes import CauseTable
+from elastic_agent.agent.workers.causes import NAMES
 from elastic_agent.health.metrics import (
     LOST_TIME_CAUSES,
     MEMBERSHIP_CHANGES,
@@ -25,7 +25,7 @@ from elastic_agent.health.metrics import (
 
 from .harness import PATIENCE_S, Agent, Job
 
-CAUSES = CauseTable().names
+CAUSES = NAMES
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
 

@@ -23,7 +23,7 @@ from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.rendezvous_io.worker_answers import WorkerAnswers
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
-from elastic_agent.agent.workers.causes import CauseTable
+from elastic_agent.agent.workers import causes
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.evidence import Evidence, EvidenceKeeper
 from elastic_agent.agent.workers.generation import Processes
@@ -231,7 +231,7 @@ class Supervised:
             workers=count,
             min_nodes=1,
             started_at_s=0.0,
-            causes=CauseTable().names,
+            causes=causes.NAMES,
         )
         state = NodeState(
             "job", "a", "a-1", self.metrics, lease_ttl_s=5.0, clock=self.clock, wall_clock=lambda: 0.0

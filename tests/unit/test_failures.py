@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.exits import describe_exit
-from elastic_agent.agent.workers.causes import CauseTable, describe_failure, fingerprint
+from elastic_agent.agent.workers.causes import describe_failure, fingerprint
 from elastic_agent.agent.workers.failure_handler import summarize
 from elastic_agent.agent.workers.post_mortem import (
     ErrorReport,
@@ -218,9 +218,6 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
     assert found.traceback.startswith("Traceback (most recent call last):")
 
 
-TABLE = CauseTable()
-
-
 def examined(
     tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False, master_port: int = 0
 ) -> Failure:
@@ -232,7 +229,7 @@ def examined(
         master_port=master_port,
         oom_killed=oom,
     )
-    return describe_failure(worker, TABLE)
+    return describe_failure(worker)
 
 
 def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
@@ -412,7 +409,7 @@ def test_whatever_a_worker_prints_the_failure_can_be_sent(
     message: str, log_tail: list[str], returncode: int
 ) -> None:
     last = (*log_tail, '  File "x", line 1, in f', message)
-    failure = describe_failure(PostMortem("n", 1, 0, 0, returncode, log_tail=last), TABLE)
+    failure = describe_failure(PostMortem("n", 1, 0, 0, returncode, log_tail=last))
     read = sent(failure)
     assert read.returncode == returncode
     summarize(failure, [read], "").encode()

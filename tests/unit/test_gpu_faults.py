@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.configuration.config import UserCause
-from elastic_agent.agent.workers.causes import CauseTable, describe_failure
+from elastic_agent.agent.workers.causes import cause_named, describe_failure
 from elastic_agent.agent.workers.post_mortem import PostMortem
 from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
@@ -110,14 +109,13 @@ def examined(
     own: str,
     returncode: int = 1,
     log_tail: tuple[str, ...] = (),
-    users: tuple[UserCause, ...] = (),
 ) -> Failure:
     worker = PostMortem(
         *("a", 1, 0, 0, returncode),
         log_tail=log_tail,
         own_gpus=tuple(f"NVML: {fault.text}" for fault in faults if fault.gpu == own),
     )
-    return describe_failure(worker, CauseTable(users))
+    return describe_failure(worker)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +151,6 @@ def test_the_cause_that_follows(
         assert fault is not None
         assert failure.summary.endswith(f"; NVML: {fault.text}")
         assert not failure.collateral
-        assert CauseTable().named(cause).action is Action.EXCLUDE_NODE
+        assert cause_named(cause).action is Action.EXCLUDE_NODE
     else:
         assert "NVML" not in failure.summary
-
-
-def test_a_row_of_the_user_comes_first() -> None:
-    users = (UserCause("mine", "loss", Action.RESTART),)
-    assert examined((MEMORY,), GPU, 1, ASSERTION, users).cause == "mine"
-    assert examined((MEMORY,), OTHER, 1, ASSERTION, users).cause == "mine"
