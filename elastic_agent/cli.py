@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from .agent.main.assembly import PreparedProcess
 
 COMMANDS = {
-    "explain-env": ("agent.commands.explain_env:main", "a worker's variables, who chose each and why"),
     "check": ("agent.commands.check:main", "is this node fit to train? Same options as a run"),
     "status": ("agent.commands.status:main", "how a job is, and why"),
     "drain": ("agent.commands.control:drain", "let a node leave its job without losing a step"),

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from ...health.checks.finding import NodeNeeds
 from ..checkpoints.folder import SHARED_MEMORY, describe_folder
-from ..common.variables import settle
+from ..common.variables import Variable, settle
 from ..configuration.config import Command, Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
@@ -41,7 +41,7 @@ from .devices import (
     resolve_workers,
     share,
 )
-from .network import Network, NotReady, discover_network
+from .network import Network, NotReady, discover_network, network_variables
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
-        _network_fact(network),
+        *_network_facts(environ, network),
         f"workers use {software}",
     )
     placed = tuple(
@@ -153,14 +153,20 @@ def _device_facts(
     for local_rank, (devices, cpus) in enumerate(zip(pinned, shares, strict=True)):
         yield f"worker {local_rank}: {devices.reason}"
         yield f"  {cpus.reason}"
-        for variable in settle(environ, cpus.variables):
-            yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
+        yield from _variable_facts(environ, cpus.variables)
 
 
-def _network_fact(network: Network | NotReady) -> str:
-    if isinstance(network, Network):
-        return f"network: {network}"
-    return f"network: it would wait for {network.missing}: {network.advice}"
+def _network_facts(environ: Mapping[str, str], network: Network | NotReady) -> Iterator[str]:
+    if isinstance(network, NotReady):
+        yield f"network: it would wait for {network.missing}: {network.advice}"
+        return
+    yield f"network: {network}"
+    yield from _variable_facts(environ, network_variables(network))
+
+
+def _variable_facts(environ: Mapping[str, str], chosen: Sequence[Variable]) -> Iterator[str]:
+    for variable in settle(environ, chosen):
+        yield f"  {variable.name}={variable.value} ({variable.by}: {variable.reason})"
 
 
 # --- What settings name here

@@ -136,7 +136,7 @@ def test_the_page_has_every_check() -> None:
 
 def test_a_reader_that_has_gone_is_no_traceback() -> None:
     """Of any command, however much it prints."""
-    for words in (["check", "--json"], ["explain-env", __file__], ["--help"]):
+    for words in (["check", "--json"], ["--check-config", __file__], ["--help"]):
         reading, writing = os.pipe()
         os.close(reading)
         with open(writing, "wb") as pipe:

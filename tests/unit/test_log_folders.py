@@ -109,7 +109,7 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     logs = LogConfig(redirects=Streams(3))
     path = own_logs()
     assert path == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
-    assert not path.exists(), "nothing is made for --check-config and explain-env"
+    assert not path.exists(), "nothing is made for --check-config"
     for _ in range(2):
         chosen, runs = choose_folders(logs)
         assert chosen.directory == runs == path
