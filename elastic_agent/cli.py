@@ -57,7 +57,6 @@ COMMANDS = {
     "wait": ("pool.commands:wait", "until a job of a pool has ended"),
     "logs": ("pool.commands:logs", "what a job of a pool prints, on all its nodes"),
     "cancel": ("pool.commands:cancel", "end a job of a pool"),
-    "files": ("agent.commands.files:main", "write the files of a deployment: systemd, Slurm, Helm, ..."),
     "events": ("agent.commands.runs:events", "the events of a run"),
     "report": ("agent.commands.report:main", "how a run spent its time, and what happened to which node"),
     "diagnose": ("agent.commands.runs:diagnose", "pack the files of a run into one archive, secrets masked"),

@@ -11,7 +11,6 @@ import pytest
 
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
 from elastic_agent.agent.commands.control import REASON, TIMEOUT
-from elastic_agent.agent.commands.files import KINDS
 from elastic_agent.agent.commands.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.runs import DIAGNOSE_OPTIONS, EVENTS_OPTIONS
 from elastic_agent.agent.commands.status import STATUS_OPTIONS
@@ -82,8 +81,6 @@ def test_there_are_many() -> None:
 def problems(words: Sequence[str]) -> list[str]:
     """Of what such a command line says, whatever the machine lacks."""
     name = words[0] if words else ""
-    if name == "files":
-        return [] if len(words) == 3 and words[1] in KINDS else ["expected KIND DIR"]
     if name in COMMANDS:
         subject = int(name in WITH_SUBJECT)
         given = read_argv(words[1 + subject :], OF_SUBCOMMANDS[name])
@@ -96,7 +93,6 @@ def test_what_is_not_taken_is_noticed() -> None:
     for wrong in (
         ["--frobnicate", "train.py"],
         ["status", "--rdzv-endpoint"],
-        ["files", "sysv", "DIR"],
     ):
         assert problems(wrong)
 
