@@ -60,7 +60,6 @@ COMMANDS = {
     "events": ("agent.commands.runs:events", "the events of a run"),
     "report": ("agent.commands.report:main", "how a run spent its time, and what happened to which node"),
     "diagnose": ("agent.commands.runs:diagnose", "pack the files of a run into one archive, secrets masked"),
-    "forget": ("agent.commands.control:forget", "delete what an ended job left in etcd"),
 }
 """Sub-commands, each with its function, and its line in `--help`."""
 

@@ -16,7 +16,6 @@ be reached:
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import platform
@@ -50,8 +49,8 @@ from ...health.checks.pairs import (
 )
 from ...health.checks.runner import checks_for, run_checks
 from ...rendezvous.errors import StoreError
-from ...rendezvous.records import Endpoint
-from ...rendezvous.store.interface import Put, ScopedStore, Store
+from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint
+from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Put, ScopedStore, Store
 from ...rendezvous.store.store_kind import check_of
 from ...rendezvous.text import counted
 from ...threads import Thread
@@ -69,7 +68,6 @@ from ..machine.network import Network, NotReady, unique_node_id, wait_for_networ
 from ..rendezvous_io.store_opening import store_options
 from ..workers.processes.proc import read
 from .command import STDOUT, opened, printable, run_command
-from .control import JobStore
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -285,9 +283,21 @@ def run_job(
 def _forget(place: RendezvousConfig) -> None:
     """What a check has left in a store that outlives it, once no node is there any more."""
     if place.kind.outlives_job:
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with contextlib.suppress(CannotDo, StoreError), quiet, opened(place) as store:
-            JobStore(store, place.job_id).forget()
+        with contextlib.suppress(CannotDo, StoreError), opened(place) as store:
+            delete_job(store)
+
+
+def delete_job(store: Store) -> None:
+    """Without live nodes. One that joins meanwhile is noticed, because it writes the world: that goes last, and only as
+    it was read."""
+    entries = sorted(store.read(("",)).entries, key=lambda entry: entry.key == WORLD_KEY)
+    if any(entry.key.startswith(NODES_PREFIX) for entry in entries):
+        return
+    for begin in range(0, len(entries), MOST_OPERATIONS // 2):
+        some = entries[begin : begin + MOST_OPERATIONS // 2]
+        compares = tuple(Compare(entry.key, entry.mod_revision) for entry in some)
+        if not store.transact(compares, tuple(Delete(entry.key) for entry in some)).succeeded:
+            return
 
 
 # --- Between nodes: the worker

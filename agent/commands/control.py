@@ -1,13 +1,10 @@
-"""`elastic-agent drain NODE`, `exclude NODE`, `readmit NODE` and `forget JOB`: the commands that change a job's store.
+"""`elastic-agent drain NODE`, `exclude NODE` and `readmit NODE`: the commands that change a job's store.
 
 *drain* writes a key of its own, which the node's agent watches. It names the agent's incarnation: a request that
 was not read in time has no effect later. The rest is as after SIGTERM to the agent.
 
 *exclude* and *readmit* write the job's `world` by compare-and-set, and try again if another writer was faster. The
 coordinator does the rest: a member leaves by a planned change as soon as the other nodes are enough.
-
-*forget* deletes the keys of a job without live nodes: to delete the world of one that runs would make it stop and begin
-anew. A node that joins meanwhile is noticed, because it writes the world: that goes last, and only as it was read.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...rendezvous.coordinator import exclusions
-from ...rendezvous.errors import RecordInvalid, StoreUnavailable
+from ...rendezvous.errors import StoreUnavailable
 from ...rendezvous.messages import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ...rendezvous.records import (
     NODES_PREFIX,
@@ -32,7 +29,7 @@ from ...rendezvous.records import (
     drain_key,
     life_of,
 )
-from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Put, Store
+from ...rendezvous.store.interface import Compare, Entry, Put, Store
 from ...rendezvous.text import NAME, clean, shortened
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
@@ -47,8 +44,6 @@ LOOK_S = 0.2
 """How often a command that waits reads the store."""
 TRIES = 10
 """How often a command tries to write a key that others write, too."""
-KEYS_AT_ONCE = MOST_OPERATIONS // 2
-"""Each is compared, and deleted."""
 
 _STORE = "--rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]"
 
@@ -73,12 +68,6 @@ usage: elastic-agent readmit NODE
        elastic-agent readmit NODE {_STORE}
 
 Ends the exclusion of a node, also one that the job itself has decided, at once. The job takes it in if there is room.
-"""
-
-_FORGET = """\
-usage: elastic-agent forget JOB --rdzv-endpoint etcd://HOST,... [--etcd-...] [--config FILE.toml]
-
-Deletes what a job that has ended left in etcd. A job with live nodes is refused. Its checkpoints and logs stay.
 """
 
 
@@ -137,14 +126,6 @@ def _of_node(
     return run_command(name, words, usage, options, at_job, takes="NODE", of_store=True)
 
 
-def forget(words: Sequence[str]) -> int:
-    def work(job: str, command_line: Settings) -> None:
-        with opened(_place_of_job(job, command_line)) as store:
-            JobStore(store, job).forget()
-
-    return run_command("forget", words, _FORGET, [], work, takes="JOB", of_store=True)
-
-
 # --- Where the store is
 
 
@@ -173,20 +154,6 @@ def _place_of_node(node: str, command_line: Settings) -> RendezvousConfig:
         " send SIGTERM to its agent"
     )
     raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
-
-
-def _place_of_job(job: str, command_line: Settings) -> RendezvousConfig:
-    """Of one that has ended. Raises ConfigError."""
-    if not NAME.fullmatch(job):
-        problem = Problem("job", job, "the name of a job", "write it first: elastic-agent forget JOB")
-        command_line.problems.append(problem)
-    else:
-        command_line.derive(JOB_ID, job, "job")
-    place = resolve_meeting_place(command_line, os.environ)
-    if place is None or not place.kind.outlives_job:
-        advice = "add --rdzv-endpoint etcd://HOST,... as the agents have it; another store ends with its job"
-        raise ConfigError([Problem("rdzv-endpoint", None, "the etcd that the job's nodes met in", advice)])
-    return replace(place, job_id=job)
 
 
 # --- What is done there
@@ -283,29 +250,6 @@ class JobStore:
 
         self._change_exclusions(rows)
         _show(f"node {node} is readmitted to job {self._job}")
-
-    def forget(self) -> None:
-        entries = sorted(self._store.read(("",)).entries, key=lambda entry: entry.key == WORLD_KEY)
-        if not entries:
-            raise self._no_job(None)
-        with contextlib.suppress(RecordInvalid):  # what another version has left is to be forgotten, too
-            world_of(self._job, entries)
-        nodes = [entry.key for entry in entries if entry.key.startswith(NODES_PREFIX)]
-        if nodes:
-            names = shortened(key.removeprefix(NODES_PREFIX) for key in nodes)
-            raise CannotDo(
-                ExitCode.LATER,
-                f"job {self._job!r} has {len(nodes)} live nodes: {names}. Stop their agents first (SIGTERM, or"
-                " elastic-agent drain NODE); one that was killed is gone when its lease ends",
-            )
-        for begin in range(0, len(entries), KEYS_AT_ONCE):
-            some = entries[begin : begin + KEYS_AT_ONCE]
-            compares = tuple(Compare(entry.key, entry.mod_revision) for entry in some)
-            if not self._store.transact(compares, tuple(Delete(entry.key) for entry in some)).succeeded:
-                raise StoreUnavailable(
-                    f"others write the keys of job {self._job!r} at this moment; try again"
-                )
-        _show(f"job {self._job} is forgotten: {len(entries)} keys deleted")
 
     def _look(self, *more: str) -> Seen:
         """With the keys `more`."""

@@ -35,10 +35,7 @@ class ExitCode(IntEnum):
     NOT_ON_DISK = 72, "all ended with exit code 0, but the disk has not taken the last save: the log says why"
     NOT_HERE = 73, "this machine cannot: devices, files, threads, a port, a node id, a check; another may"
     UNKILLABLE = 74, "processes did not end after SIGKILL: a device or disk of the machine hangs"
-    LATER = (
-        75,
-        "too few nodes met within --join-timeout; of a command: not within --timeout, or the job has live nodes",
-    )
+    LATER = 75, "too few nodes met within --join-timeout; of a command: not within --timeout"
     MISMATCH = 76, "the store is another job's or of a newer version, or what answers is another program"
     BAD_CONFIG = 78, "no machine could run this: a bad value or contradiction, or the store refuses us"
     LOOP_STUCK = 79, "the agent's main loop stood still: it could no longer answer for its workers"

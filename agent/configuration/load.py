@@ -103,7 +103,7 @@ REMOVED = {
     "process-group-timeout": "give init_process_group its timeout=; by default it is twice --hang-timeout",
     "quiet": "write --log-level warning",
     "rank": "of logs: write elastic-agent logs JOB | grep '/N\\]'",
-    "run-again": "write elastic-agent forget JOB first, or another --rdzv-id",
+    "run-again": "write another --rdzv-id, or first etcdctl del --prefix /elastic-agent/JOB/",
     "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
     "time-limit": "of submit: elastic-agent cancel JOB, or the script's own limit",
     "watch": "of jobs: write watch elastic-agent jobs",

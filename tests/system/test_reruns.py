@@ -10,10 +10,13 @@ from .harness import RECORDER, Job
 def test_a_job_that_has_succeeded_does_not_run_again_until_it_is_forgotten(
     job: Job, etcd: EtcdCluster
 ) -> None:
-    """`tests/contract/test_forget.py` has the forgetting."""
     job.use_etcd(etcd)
     for _ in range(2):
         agents = [job.join(name, "--nnodes=2", script=(RECORDER, "--steps=5")) for name in ("a", "b")]
         assert [agent.exit_code() for agent in agents] == [0, 0]
         assert len(job.history(what="start")) == 2
-    assert agents[0].says(f"elastic-agent forget {job.id}")
+    assert agents[0].says(f"etcdctl del --prefix /elastic-agent/{job.id}/")
+    etcd.ctl("del", "--prefix", f"/elastic-agent/{job.id}/")
+    agents = [job.join(name, "--nnodes=2", script=(RECORDER, "--steps=5")) for name in ("a", "b")]
+    assert [agent.exit_code() for agent in agents] == [0, 0]
+    assert len(job.history(what="start")) == 4

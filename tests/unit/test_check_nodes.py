@@ -17,7 +17,9 @@ from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network import Network
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs import AllReduce, NodeFacts, PairsReport, pair_of
-from elastic_agent.rendezvous.store.interface import Store
+from elastic_agent.rendezvous.records import WORLD_KEY, node_key
+from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Put, Store
+from elastic_agent.rendezvous.store.interface import Outcome as StoreOutcome
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 
@@ -122,3 +124,40 @@ def test_a_node_says_what_it_is() -> None:
     assert (facts.node, facts.address, facts.findings) == ("a", "127.0.0.1", tuple(findings[1:]))
     assert facts.traits["address family"] == "AF_INET"
     assert not facts.has_torch
+
+
+@pytest.fixture
+def left(store: MemoryStore) -> MemoryStore:
+    """What a check has left there."""
+    for key in (WORLD_KEY, *(f"check/1/facts/{number}" for number in range(2 * MOST_OPERATIONS))):
+        store.transact((), (Put(key, "{}"),))
+    return store
+
+
+def keys(store: Store) -> list[str]:
+    return [entry.key for entry in store.read(("",)).entries]
+
+
+def test_nothing_of_a_check_stays_in_the_store(left: MemoryStore) -> None:
+    check.delete_job(left)
+    assert keys(left) == []
+
+
+def test_what_a_live_node_still_needs_stays(left: MemoryStore) -> None:
+    left.transact((), (Put(node_key("b"), "{}"),))
+    before = keys(left)
+    check.delete_job(left)
+    assert keys(left) == before
+
+
+def test_a_check_that_begins_meanwhile_keeps_its_world() -> None:
+    class Busy(MemoryStore):
+        def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> StoreOutcome:
+            if Delete(WORLD_KEY) in writes:
+                super().transact((), (Put(WORLD_KEY, "{new}"),))
+            return super().transact(compares, writes)
+
+    with contextlib.closing(Busy()) as busy:
+        busy.transact((), (Put(WORLD_KEY, "{}"),))
+        check.delete_job(busy)
+        assert keys(busy) == [WORLD_KEY]

@@ -428,7 +428,7 @@ def _replaced(directory: str, run: Run, owner: Ownership) -> OtherRun:
     return OtherRun(
         f"{directory} has been taken over by run {owner.run}, so this run {run} changes nothing there any more. Let "
         "this job end, or give it a directory of its own. To go on here instead, end the other job and start this one "
-        "anew; where its agents were killed, and meet in etcd, after `elastic-agent forget`"
+        "anew; where its agents were killed, and meet in etcd, once the job's keys there are deleted"
     )
 
 
