@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 COMMANDS = {
     "check": ("agent.commands.check:main", "is this node fit to train? Same options as a run"),
     "status": ("agent.commands.status:main", "how a job is, and why"),
-    "drain": ("agent.commands.control:drain", "let a node leave its job without losing a step"),
     "exclude": ("agent.commands.control:exclude", "keep a node out of its job, without losing a step"),
     "readmit": ("agent.commands.control:readmit", "let an excluded node back into its job"),
     "submit": ("pool.submit:submit", "put a job into the queue of a pool, of nodes without a script"),

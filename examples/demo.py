@@ -171,7 +171,9 @@ class Demo:
         self.train_on(2.0)
 
         leaving = self.nodes["b"].process
-        self.say(f"A NODE LEAVES: kill {leaving.pid}, the agent of node b (from afar: elastic-agent drain b)")
+        self.say(
+            f"A NODE LEAVES: kill {leaving.pid}, the agent of node b (from afar: elastic-agent exclude b)"
+        )
         leaving.terminate()
         self.change()
 

@@ -44,7 +44,6 @@ STOP_KEY = "stop_at"
 INTRODUCTION = "the answer of a peer"
 """Takes the place of the key in the error of an introduction that cannot be read."""
 NODES_PREFIX = "nodes/"
-DRAIN_PREFIX = "drain/"
 DEFAULT_ROLE = "default"
 """Of the workers of a node that names none, as under torchrun."""
 
@@ -54,10 +53,6 @@ Slots = Annotated[int, Within(1, 4096)]
 
 def node_key(node: str) -> str:
     return NODES_PREFIX + node
-
-
-def drain_key(node: str) -> str:
-    return DRAIN_PREFIX + node
 
 
 def life_of(incarnation: str) -> str:
@@ -477,17 +472,6 @@ class StopAt(Record):
     @staticmethod
     def from_json(text: str) -> StopAt:
         return StopAt.read(STOP_KEY, text)
-
-
-@dataclass(frozen=True, slots=True)
-class DrainRequest(Record):
-    """Under `drain_key`: an operator asks this life of the node's agent to leave the job. It means no other life."""
-
-    incarnation: Name
-
-    @staticmethod
-    def from_json(key: str, text: str) -> DrainRequest:
-        return DrainRequest.read(key, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,7 @@
-"""`elastic-agent drain NODE`, `exclude NODE` and `readmit NODE`: the commands that change a job's store.
+"""`elastic-agent exclude NODE` and `readmit NODE`: the commands that change a job's store.
 
-*drain* writes a key of its own, which the node's agent watches. It names the agent's incarnation: a request that
-was not read in time has no effect later. The rest is as after SIGTERM to the agent.
-
-*exclude* and *readmit* write the job's `world` by compare-and-set, and try again if another writer was faster. The
-coordinator does the rest: a member leaves by a planned change as soon as the other nodes are enough.
+They write the job's `world` by compare-and-set, and try again if another writer was faster. The coordinator does the
+rest: a member leaves by a planned change as soon as the other nodes are enough.
 """
 
 from __future__ import annotations
@@ -22,14 +19,12 @@ from ...rendezvous.messages import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusi
 from ...rendezvous.records import (
     NODES_PREFIX,
     WORLD_KEY,
-    DrainRequest,
     NodeRecord,
     Phase,
     World,
-    drain_key,
     life_of,
 )
-from ...rendezvous.store.interface import Compare, Entry, Put, Store
+from ...rendezvous.store.interface import Compare, Put, Store
 from ...rendezvous.text import NAME, clean, shortened
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
@@ -46,14 +41,6 @@ TRIES = 10
 """How often a command tries to write a key that others write, too."""
 
 _STORE = "--rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]"
-
-_DRAIN = f"""\
-usage: elastic-agent drain NODE
-       elastic-agent drain NODE {_STORE}
-
-Lets a node leave its job: all workers end after the same step, and the others go on from there without it. SIGTERM to
-its agent does the same. It may come back: start its agent again.
-"""
 
 _EXCLUDE = f"""\
 usage: elastic-agent exclude NODE [--reason TEXT]
@@ -93,14 +80,9 @@ TIMEOUT: Option[float] = Option(
 )
 
 
-def drain(words: Sequence[str]) -> int:
-    """Returns an `ExitCode`, as all of them do."""
-    return _of_node(
-        "drain", words, _DRAIN, [TIMEOUT], lambda job, node, given: job.drain(node, given[TIMEOUT].value)
-    )
-
-
 def exclude(words: Sequence[str]) -> int:
+    """Returns an `ExitCode`, as `readmit` does."""
+
     def work(job: JobStore, node: str, given: Settings) -> None:
         job.exclude(node, given[REASON].value, given[TIMEOUT].value)
 
@@ -149,10 +131,7 @@ def _place_of_node(node: str, command_line: Settings) -> RendezvousConfig:
         jobs = ", ".join(sorted({store[JOB_ID.name] for store in stores}))
         advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
         raise ConfigError([Problem("rdzv-id", None, f"one of the jobs here: {jobs}", advice)])
-    advice = (
-        "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
-        " send SIGTERM to its agent"
-    )
+    advice = "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs"
     raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
 
 
@@ -165,8 +144,8 @@ class Seen:
 
     world: World | None
     nodes: Mapping[str, NodeRecord]
-    entries: Mapping[str, Entry]
-    """By key."""
+    world_revision: int
+    """Of the key of the world; 0: it is not there."""
 
     @property
     def names(self) -> str:
@@ -194,22 +173,6 @@ class JobStore:
         self._store, self._job = store, job
         self._clock, self._sleep = clock, sleep
 
-    def drain(self, node: str, timeout_s: float) -> None:
-        """Until the node has left."""
-
-        def request(seen: Seen) -> str:
-            if node in seen.nodes:
-                return DrainRequest(seen.life_of(node)).to_json()
-            if seen.world is None or seen.world.phase is Phase.ENDED:
-                raise self._no_job(seen.world)
-            reason = f"job {self._job!r} has no node {node!r} now; its nodes: {seen.names}"
-            raise CannotDo(ExitCode.NOT_FOUND, reason)
-
-        life = self._rewrite(drain_key(node), request).life_of(node)
-        _show(f"node {node} is asked to leave job {self._job}")
-        self._wait(node, lambda seen: node not in seen.nodes or seen.life_of(node) != life, timeout_s)
-        _show(f"node {node} has left")
-
     def exclude(self, node: str, reason: str, timeout_s: float) -> None:
         """Until the job trains without the node, or nothing of it is there."""
 
@@ -222,7 +185,7 @@ class JobStore:
                 raise CannotDo(
                     ExitCode.NOT_HERE,
                     f"{MAX_EXCLUSIONS} nodes of job {self._job!r} are excluded already, and a world remembers no more: "
-                    f"stop the agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
+                    f"stop the agent of node {node} instead (SIGTERM), or readmit another node",
                 )
             return after
 
@@ -251,36 +214,29 @@ class JobStore:
         self._change_exclusions(rows)
         _show(f"node {node} is readmitted to job {self._job}")
 
-    def _look(self, *more: str) -> Seen:
-        """With the keys `more`."""
-        entries = self._store.read((WORLD_KEY, NODES_PREFIX, *more)).entries
+    def _look(self) -> Seen:
+        entries = self._store.read((WORLD_KEY, NODES_PREFIX)).entries
         nodes = [
             NodeRecord.from_json(entry.key, entry.value)
             for entry in entries
             if entry.key.startswith(NODES_PREFIX)
         ]
-        by_key = {entry.key: entry for entry in entries}
-        return Seen(world_of(self._job, entries), {node.node: node for node in nodes}, by_key)
-
-    def _rewrite(self, key: str, change: Callable[[Seen], str]) -> Seen:
-        """Writes what `change` makes of the job as it is. Returns how it was."""
-        for _ in range(TRIES):
-            seen = self._look(key)
-            text, before = change(seen), seen.entries.get(key)
-            compare = Compare(key, before.mod_revision if before is not None else 0)
-            if self._store.transact((compare,), (Put(key, text),)).succeeded:
-                return seen
-        raise StoreUnavailable(f"others write {key!r} all the time")
+        revision = next((entry.mod_revision for entry in entries if entry.key == WORLD_KEY), 0)
+        return Seen(world_of(self._job, entries), {node.node: node for node in nodes}, revision)
 
     def _change_exclusions(
         self, change: Callable[[Seen, Sequence[Exclusion]], tuple[Exclusion, ...]]
     ) -> Seen:
-        def write(seen: Seen) -> str:
+        """Writes what `change` makes of those that there are. Returns how the job was."""
+        for _ in range(TRIES):
+            seen = self._look()
             if seen.world is None or seen.world.phase is Phase.ENDED:
                 raise self._no_job(seen.world)
-            return replace(seen.world, exclusions=change(seen, seen.world.exclusions)).to_json()
-
-        return self._rewrite(WORLD_KEY, write)
+            world = replace(seen.world, exclusions=change(seen, seen.world.exclusions))
+            compare = Compare(WORLD_KEY, seen.world_revision)
+            if self._store.transact((compare,), (Put(WORLD_KEY, world.to_json()),)).succeeded:
+                return seen
+        raise StoreUnavailable(f"others write {WORLD_KEY!r} all the time")
 
     def _wait(self, node: str, gone: Callable[[Seen], bool], timeout_s: float) -> None:
         """Until the node has gone; the store may be away meanwhile."""

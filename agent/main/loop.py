@@ -42,9 +42,6 @@ JOBS_END = "SLURM_JOB_END_TIME"
 
 NOTICE = "a notice"
 
-DRAIN_COMMAND = "elastic-agent drain"
-"""How an operator asks a node to leave, other than by a signal to its agent."""
-
 _EXITS = {
     Result.SUCCEEDED: ExitCode.SUCCESS,
     Result.RESTARTS_EXHAUSTED: ExitCode.FAILED,
@@ -161,9 +158,6 @@ class Loop:
         now = self._clock()
         participant, supervisor = self._participant, self._supervisor
         observer, manager = self._agent.observer, self._agent.manager
-        if participant.wanted_to_leave and self._left is None:
-            log.info("%s: leaving the job", DRAIN_COMMAND)
-            self._leave(DRAIN_COMMAND, now)
         first = min(self._ends.values(), key=lambda end: end.leaves_at, default=None)
         if first is not None and now >= first.leaves_at and self._left is None:
             log.info("%s: leaving the job before something ends it", first.why)

@@ -33,12 +33,10 @@ from ..records import (
     NODES_PREFIX,
     WORLD_KEY,
     Condition,
-    DrainRequest,
     Failure,
     NodeRecord,
     Phase,
     World,
-    drain_key,
     life_of,
     node_key,
 )
@@ -61,7 +59,6 @@ from .session import MembershipView, NodeSnapshot, Session, newest, snapshot_of,
 from .transactions import (
     RETRY,
     Evict,
-    Forget,
     PendingRequest,
     RetryPolicy,
     WriteRecord,
@@ -115,10 +112,6 @@ class Participant:
         """The newest world of all earlier sessions."""
         self._deadlines = Deadlines(policy, now)
         self._cool_down = CoolDown(life_of(identity.incarnation), policy.cool_down_s)
-        self._drain_request: Entry | None = None
-        """What the store holds of an operator's request that this node leave; it may be for an earlier agent of it."""
-        self.wanted_to_leave = False
-        """An operator asks this agent to leave; its driver calls `leave` when it does."""
         self._refusal: Leave | None = None
         self._duplicate_until: float | None = None
         self._pending = PendingRequest(retry, rng, now)
@@ -291,8 +284,6 @@ class Participant:
         if (news := session.news) is not None:
             return WriteRecord(Compare(own_key, session.own_revision), news, session.lease)
         membership = session.membership
-        if self._drain_request is not None:
-            return Forget((Compare(self._drain_request.key, self._drain_request.mod_revision),))
         if membership.subscription is None:
             return membership.question
         if not self._generation and (reason := session.why_refused(self.policy)) is not None:
@@ -346,7 +337,7 @@ class Participant:
             self._refuse(Refusal.STORE_MISMATCH, str(error))
 
     def _take_in(self, request: Request, answer: Answer, now: float) -> None:
-        session, own_node = self._session, self.identity.node
+        session = self._session
         if isinstance(request, Grant) and isinstance(answer, int):
             session.lease, session.validity.confirmed_at = answer, self._pending.asked_at
         elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
@@ -374,11 +365,6 @@ class Participant:
                 self.lease_gone(session.lease)
             else:
                 session.membership.read(request, answer, now)
-                self._read_drain_request(
-                    next((e for e in answer.entries if e.key == drain_key(own_node)), None)
-                )
-        elif isinstance(request, Forget):
-            self._drain_request = None
 
     def failed(self, request: Request, error: StoreError, now: float) -> None:
         """The pending request got no answer: what it did, if anything, is unknown."""
@@ -425,26 +411,12 @@ class Participant:
         key, revision = change.key, change.revision
         if key == WORLD_KEY:
             self._session.membership.see_world(change.entry, now)
-        elif key == drain_key(self.identity.node):
-            self._read_drain_request(change.entry)
         elif key.startswith(NODES_PREFIX):
             self._session.membership.see_change_of_node(key, change.entry, revision, now)
         session = self._session
         if key == node_key(self.identity.node) and session.written and revision > (session.own_revision or 0):
             # Our own writes come back; anything else that happens to our record is another writer's doing.
             self._see_own_record(change.entry, now)
-
-    def _read_drain_request(self, entry: Entry | None) -> None:
-        """Whatever stands there is taken away: it was for this agent, or is for none that lives."""
-        self._drain_request = entry
-        if entry is None:
-            return
-        try:
-            request = DrainRequest.from_json(entry.key, entry.value)
-        except RecordInvalid as error:
-            log.warning("a request that this node leave the job cannot be read: %s", error)
-            return
-        self.wanted_to_leave |= life_of(request.incarnation) == life_of(self.identity.incarnation)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""

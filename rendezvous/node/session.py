@@ -48,7 +48,6 @@ from ..records import (
     Phase,
     Result,
     World,
-    drain_key,
     life_of,
     node_key,
 )
@@ -79,7 +78,6 @@ class MembershipView:
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
-        self._drain_key = drain_key(node)
         self._leader: Entry | None = None
         """The coordinator's record as found; another record under its key later is another, younger agent's."""
         self._nodes: dict[str, tuple[Entry, NodeRecord]] = {}
@@ -144,8 +142,8 @@ class MembershipView:
     def question(self) -> Read:
         """What the coordinator has to know; for the others also who that is."""
         if self.coordinates:
-            return Read((WORLD_KEY, self._drain_key, NODES_PREFIX))
-        return Read((WORLD_KEY, self._drain_key, self._own_key), oldest_under=NODES_PREFIX)
+            return Read((WORLD_KEY, NODES_PREFIX))
+        return Read((WORLD_KEY, self._own_key), oldest_under=NODES_PREFIX)
 
     def compare_ranks(self) -> None:
         """If this node coordinates, look for stragglers: see `own_comparison`."""
@@ -176,7 +174,7 @@ class MembershipView:
         self.see_world(entries.get(WORLD_KEY), now)
         self._nodes_as_of = snapshot.revision
         watched = (NODES_PREFIX,) if self.coordinates else (self._leader.key, self._own_key)
-        self.subscription = Subscription((WORLD_KEY, self._drain_key, *watched), snapshot.revision)
+        self.subscription = Subscription((WORLD_KEY, *watched), snapshot.revision)
 
     def see_world(self, entry: Entry | None, now: float) -> None:
         """`entry` is what was under the world's key, if anything. No agent deletes it: if it is gone, so is the job."""

@@ -51,24 +51,18 @@ class WriteWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
-    compares: tuple[Compare, ...]
-
-    @property
-    def writes(self) -> tuple[Put | Delete, ...]:
-        return tuple(Delete(gone.key) for gone in self.compares)
-
-
-class Evict(_Removal):
+class Evict:
     """Delete the records of nodes that are gone, at most MOST_EVICTED.
 
     Of the coordinator, so that the next oldest node takes its place; of others when no world can be written with which
     they would go, or more than go with it, so that the nodes' next agents get their names.
     """
 
+    compares: tuple[Compare, ...]
 
-class Forget(_Removal):
-    """Delete a request to leave that was read."""
+    @property
+    def writes(self) -> tuple[Put | Delete, ...]:
+        return tuple(Delete(gone.key) for gone in self.compares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +52,11 @@ class Kind(enum.Enum):
     AGENT = "an agent is killed, and started again"
     NODE = "all processes of a node are killed, and its agent is started again"
     SIGTERM = "an agent is asked to leave by SIGTERM, and started again"
-    DRAIN = "a node is asked to leave by elastic-agent drain, and its agent started again"
     FULL = "others fill the memory of a node, and only then a worker there is killed"
 
     @property
     def planned(self) -> bool:
-        return self in (Kind.SIGTERM, Kind.DRAIN)
+        return self is Kind.SIGTERM
 
     @property
     def on_top(self) -> bool:
@@ -89,11 +87,11 @@ class Fault:
 def plan(seed: int, kills: int) -> list[Fault]:
     """So many kills, half of them of workers; for every five one planned change more, for every ten a full memory.
 
-    Of kills every kind is there if there are three or more, of planned changes if there are six or more kills.
+    Of kills every kind is there if there are three or more.
     """
     rng = random.Random(seed)
     kinds = [(Kind.WORKER, Kind.AGENT, Kind.NODE, Kind.WORKER)[number % 4] for number in range(kills)]
-    kinds += [(Kind.SIGTERM, Kind.DRAIN)[number % 2] for number in range(math.ceil(kills / 5))]
+    kinds += [Kind.SIGTERM] * math.ceil(kills / 5)
     kinds += [Kind.FULL] * math.ceil(kills / 10) if OWN_MEMORY else []
     rng.shuffle(kinds)
     return [Fault(kind, rng.choice(NODES), rng.randint(SAVE_EVERY + 1, MOST_STEPS)) for kind in kinds]
@@ -111,10 +109,8 @@ class Soak:
         training: Training = Training(),
     ) -> None:
         self._job, self._seed, self._faults, self._training = job, seed, faults, training
-        endpoints = ",".join(f"{host}:{port}" for host, port in etcd.endpoints)
         self._deaf = random.Random(seed).choice(NODES)
         """Nobody reads what this node's agents say: their console stands still from the first word on."""
-        self._store = (f"--rdzv-endpoint=etcd://{endpoints}", f"--rdzv-id={job.id}")
         job.use_etcd(etcd)
 
     def run(self) -> dict[int, Fault]:
@@ -161,10 +157,7 @@ class Soak:
             return generation.number
         agent = agent_of(self._job, fault.node)
         if fault.kind.planned:
-            if fault.kind is Kind.SIGTERM:
-                agent.signal(signal.SIGTERM)
-            else:
-                self._drain(fault.node)
+            agent.signal(signal.SIGTERM)
             code = agent.exit_code(PATIENCE_S)
             assert code == ExitCode.STOPPED_BY_SIGTERM, f"the agent that left ended with {code}"
         else:
@@ -192,11 +185,6 @@ class Soak:
             len(self._job.history(what="step", generation=generation.number, rank=rank))
             for rank in range(len(NODES))
         )
-
-    def _drain(self, node: str) -> None:
-        command = [sys.executable, "-m", "elastic_agent", "drain", node, *self._store]
-        drain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert drain.returncode == ExitCode.SUCCESS, f"elastic-agent drain: {drain.stdout}{drain.stderr}"
 
     def _trained(self, fault: Fault, before: int) -> Generation | None:
         """The newest generation, when it follows the one before and every rank has done its steps there."""

@@ -265,9 +265,9 @@ def test_a_command_about_a_node_asks_which_of_the_jobs_here_is_meant(
 
     monkeypatch.setattr(control, "stores_here", lambda *_: stores)
     monkeypatch.setattr(command, "open_to_look", open_job)
-    assert control.drain(["b", "--rdzv-id=digits"]) == ExitCode.NO_JOB
+    assert control.readmit(["b", "--rdzv-id=digits"]) == ExitCode.NO_JOB
     assert asked == ["digits"]
-    assert control.drain(["b"]) == ExitCode.BAD_CONFIG
+    assert control.readmit(["b"]) == ExitCode.BAD_CONFIG
     assert "one of the jobs here: digits, words" in capsys.readouterr().err
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -99,13 +97,6 @@ def each_once(steps: list[list[int]], case: Case) -> int:
     return done + len(epoch)
 
 
-def drain(run: FrameworkJob, node: str) -> None:
-    store = f"--rdzv-endpoint=127.0.0.1:{run.job.store_port}"
-    command = [sys.executable, "-m", "elastic_agent", "drain", node, store]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINED_S, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("example", CASES)
 def test_a_kill_a_join_and_two_leaves(job: Job, example: str) -> None:
     case = CASES[example]
@@ -117,7 +108,7 @@ def test_a_kill_a_join_and_two_leaves(job: Job, example: str) -> None:
     second = run.trained(2, after=first.number)
     agents["c"] = run.join("c")
     third = run.trained(3, after=second.number)
-    drain(run, "b")
+    agents["b"].signal(signal.SIGTERM)
     fourth = run.trained(2, after=third.number)
     agents["c"].signal(signal.SIGTERM)
     fifth = run.trained(1, after=fourth.number)
@@ -186,7 +177,7 @@ def test_early_stopping_and_the_best_model_in_a_changing_world(job: Job, script:
     alone = run.trained(1)
     second = run.join("b")
     together = run.trained(2, after=alone.number)
-    drain(run, "b")
+    second.signal(signal.SIGTERM)
     again = run.trained(1, after=together.number)
     assert [run.redone(*pair) for pair in ((alone, together), (together, again))] == [0, 0]
     run.slow.unlink()

@@ -20,7 +20,7 @@ ENDS = {
     ("events",): ExitCode.NOT_FOUND,
     ("jobs",): ExitCode.NO_ANSWER,
     ("submit", "--", "true"): ExitCode.NO_ANSWER,
-    ("drain", "n1"): ExitCode.BAD_CONFIG,
+    ("exclude", "n1"): ExitCode.BAD_CONFIG,
 }
 
 

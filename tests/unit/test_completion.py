@@ -19,7 +19,7 @@ def test_the_completion_knows_every_option_and_command(tmp_path: Path) -> None:
         "source $0; how=$(complete -p elastic-agent); how=${{how#complete}};"
         ' eval "compgen ${{how% elastic-agent}} -- {}"'
     )
-    for word, answer in (("--min", "--min-nodes"), ("dra", "drain"), ("--rdzv-e", "--rdzv-endpoint")):
+    for word, answer in (("--min", "--min-nodes"), ("exc", "exclude"), ("--rdzv-e", "--rdzv-endpoint")):
         command = ["bash", "-c", asked.format(word), str(tmp_path / "elastic-agent.bash")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
         assert (done.stdout.strip(), done.stderr) == (answer, "")

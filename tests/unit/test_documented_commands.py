@@ -26,7 +26,6 @@ STARTERS = re.compile(r"(\$ |sudo (-u \S+ )?|srun (-\S+ )*|[A-Z_]+=\S+ )*")
 OF_SUBCOMMANDS = {
     "check": CHECK_OPTIONS,
     "status": STATUS_OPTIONS,
-    "drain": [TIMEOUT],
     "exclude": [REASON, TIMEOUT],
     "readmit": [],
     "events": EVENTS_OPTIONS,
@@ -39,7 +38,6 @@ OF_SUBCOMMANDS = {
     "cancel": [],
 }
 WITH_SUBJECT = (
-    "drain",
     "exclude",
     "readmit",
     "events",

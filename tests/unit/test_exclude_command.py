@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.commands import control
+from elastic_agent.agent.commands import command, control
 from elastic_agent.agent.commands.control import JobStore, read_reason
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
+from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
+from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.messages import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -21,6 +23,7 @@ from elastic_agent.rendezvous.records import (
     assign_ranks,
     node_key,
 )
+from elastic_agent.rendezvous.store.interface import Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench
@@ -192,6 +195,82 @@ def test_a_reason_is_a_short_text(text: str) -> None:
     assert read_reason(" a fan\nis \x1b[31mloud ") == "a fan is loud"
 
 
-def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert control.exclude(["--rdzv-endpoint", "etcd://nowhere:1"]) == ExitCode.BAD_CONFIG
-    assert "expected NODE" in capsys.readouterr().err
+def test_another_jobs_store_is_left_alone(scene: Scene) -> None:
+    other = replace(WORLD, job="other")
+    scene.put(other)
+    with pytest.raises(StoreMismatch):
+        scene.exclude()
+    assert scene.world == other
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(scene: Scene) -> None:
+    class Away(MemoryStore):
+        away = 0
+
+        def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
+            if self.away:
+                self.away -= 1
+                raise StoreUnavailable("cut off")
+            return super().read(scopes, oldest_under)
+
+    scene.store = store = Away()
+    scene.put(WORLD, A, B)
+    scene.happens = iter(
+        [lambda: setattr(store, "away", 3), *[lambda: None] * 3, lambda: scene.delete("nodes/b")]
+    )
+    scene.exclude()
+    assert store.away == 0
+
+
+C10D = {"rdzv-backend": "c10d", "rdzv-endpoint": "10.0.0.1:29400", "rdzv-id": "digits"}
+ETCD = {
+    "rdzv-backend": "etcd",
+    "rdzv-endpoint": "etcd://127.0.0.1:2379/jobs",
+    "rdzv-id": "words",
+    "etcd-insecure": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "stores", "backend", "job"),
+    [
+        ((), [C10D], "c10d", "digits"),
+        ((), [ETCD], "etcd", "words"),
+        (("--rdzv-id=words",), [C10D, ETCD], "etcd", "words"),
+    ],
+)
+def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
+    words: tuple[str, ...],
+    stores: list[dict[str, str]],
+    backend: str,
+    job: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def open_job(place: RendezvousConfig, timeout_s: float) -> MemoryStore:
+        asked.append(place)
+        return MemoryStore()
+
+    monkeypatch.setattr(control, "stores_here", lambda *_: tuple(stores))
+    monkeypatch.setattr(command, "open_to_look", open_job)
+    assert control.readmit(["b", *words]) == ExitCode.NO_JOB
+    assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "expected NODE; write elastic-agent exclude NODE"),
+        (["--rdzv-endpoint=127.0.0.1:1"], "expected NODE"),
+        (["no name!"], "the name of a node"),
+        (["b"], "the address of the job's store"),
+        (["b", "--timeout=soon"], "timeout"),
+    ],
+)
+def test_words_that_cannot_be_meant_are_problems(
+    words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(control, "stores_here", lambda *_: ())
+    assert control.exclude(words) == ExitCode.BAD_CONFIG
+    assert text in capsys.readouterr().err

@@ -21,7 +21,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.config import CheckMode
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, AgentEnd, Loop
+from elastic_agent.agent.main.loop import TRIES_AGAIN_S, AgentEnd, Loop
 from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
@@ -34,16 +34,14 @@ from elastic_agent.rendezvous.node.session import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
-    DrainRequest,
     Failure,
     Member,
     NodeRecord,
     PeerStatus,
     Result,
     World,
-    drain_key,
 )
-from elastic_agent.rendezvous.store.interface import Answer, Grant, LeaseId, Put, Read, Request, Subscription
+from elastic_agent.rendezvous.store.interface import Answer, Grant, LeaseId, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
 from tests.observed import a_node
 from tests.policies import PLAIN_POLICY
@@ -499,16 +497,13 @@ def killed_at(scene: Scene) -> float:
     return min(at + grace_s for at, grace_s in scene.stopped)
 
 
-@pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR1", DRAIN_COMMAND])
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("noticed_first", [True, False])
 def test_each_way_to_leave_minds_a_notice_and_the_end_of_the_job(by: str, noticed_first: bool) -> None:
     """Both are known before they would make the node leave."""
     scene = Scene(stop=replace(STOP, job_ends_at=100 + (160 if noticed_first else 140)))
     noticed(scene, 140.0 if noticed_first else 160.0, after_s=0.0)
-    if by == DRAIN_COMMAND:
-        scene.plan[110.0] = lambda: setattr(scene.participant, "wanted_to_leave", True)
-    else:
-        scene.at(10.0, Signalled(signal.Signals[by]))
+    scene.at(10.0, Signalled(signal.Signals[by]))
     assert killed_at(scene) == pytest.approx(110.0 + 130.0 * 5 / 6, abs=1.0)
 
 
@@ -567,13 +562,6 @@ def test_a_leave_whose_last_save_is_not_on_disk_keeps_its_exit_code() -> None:
     scene.lost = "step 10 is NOT on disk in /runs/x: No space left on device"
     scene.at(10.0, Signalled(signal.SIGTERM))
     assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
-
-
-def test_an_operator_may_let_this_node_leave() -> None:
-    scene = Scene()
-    wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
-    scene.kv.transact((), (wish,), scene.now)
-    assert scene.loop.run() == AgentEnd(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
 
 
 def test_an_agent_that_can_offer_no_port_ends() -> None:

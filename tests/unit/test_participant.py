@@ -16,7 +16,7 @@ from elastic_agent.rendezvous.liveness import LEASE_MARGIN
 from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S, LINGER_S
 from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
-from elastic_agent.rendezvous.node.transactions import Forget, RetryPolicy, WriteRecord, WriteWorld
+from elastic_agent.rendezvous.node.transactions import RetryPolicy, WriteRecord, WriteWorld
 from elastic_agent.rendezvous.records import (
     MAX_SEEN,
     NODES_PREFIX,
@@ -24,7 +24,6 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     CauseKind,
     Condition,
-    DrainRequest,
     Failure,
     GenerationProgress,
     NodeRecord,
@@ -75,7 +74,7 @@ def gone(bench: Bench, *peers: Peer) -> None:
 
 # ---------------------------------------------------------------- joining
 
-JOINING_B = Read((WORLD_KEY, "drain/b", "nodes/b"), oldest_under=NODES_PREFIX)
+JOINING_B = Read((WORLD_KEY, "nodes/b"), oldest_under=NODES_PREFIX)
 
 
 def test_nodes_meet_by_one_write_each_and_the_oldest_coordinates(bench: Bench) -> None:
@@ -88,8 +87,8 @@ def test_nodes_meet_by_one_write_each_and_the_oldest_coordinates(bench: Bench) -
     assert [node.node for node in a.snapshot.known_nodes] == ["a", "b"]
     assert a.part.subscription is not None
     assert b.part.subscription is not None
-    assert a.part.subscription.scopes == (WORLD_KEY, "drain/a", NODES_PREFIX)
-    assert b.part.subscription.scopes == (WORLD_KEY, "drain/b", "nodes/a", "nodes/b")
+    assert a.part.subscription.scopes == (WORLD_KEY, NODES_PREFIX)
+    assert b.part.subscription.scopes == (WORLD_KEY, "nodes/a", "nodes/b")
     assert b.count(WriteWorld) == 0
     assert [request for request in b.asked if isinstance(request, Read)] == [JOINING_B]
     for peer in (a, b):
@@ -312,7 +311,7 @@ def test_when_the_leader_vanishes_the_next_oldest_takes_over_and_reads_about_all
     assert [node.node for node in b.snapshot.known_nodes] == ["b", "c"]
     assert [request for request in b.asked[asked:] if isinstance(request, Read)] == [
         JOINING_B,
-        Read((WORLD_KEY, "drain/b", NODES_PREFIX)),
+        Read((WORLD_KEY, NODES_PREFIX)),
     ]
     assert bench.members() == ["c", "b"], "b keeps its place"
     assert b.stops()[-1] == c.stops()[-1] == Stop(2, False, "node a is gone: its lease ended")
@@ -781,34 +780,6 @@ def test_the_next_world_waits_for_what_a_leaving_node_hands_over_and_for_no_dead
         bench.settle()
         assert b.left().why is Refusal.ASKED
     assert (bench.phase(), bench.members(), a.generation) == (Phase.RUNNING, ["a"], generation + 1)
-
-
-# ---------------------------------------------------------------- a wish that a node leaves
-
-
-@pytest.mark.parametrize(
-    ("text", "heard"),
-    [(DrainRequest("a-1").to_json(), True), (DrainRequest("a-0").to_json(), False), ("{", False)],
-)
-def test_a_wish_that_came_before_the_node_joined_is_taken_away_and_heard_where_it_is_for_this_life(
-    bench: Bench, text: str, heard: bool
-) -> None:
-    bench.put("drain/a", text)
-    (a,) = bench.joined("a", policy=ALONE)
-    assert a.part.wanted_to_leave is heard
-    assert bench.entry("drain/a") is None
-
-
-def test_a_node_hears_that_it_is_to_leave_also_after_it_has_joined_again(bench: Bench) -> None:
-    a, b = bench.joined("a", "b")
-    bench.kv.revoke(b.part.lease or 0)
-    bench.settle()
-    assert b.part.incarnation == "b-1.1"
-    assert (a.part.wanted_to_leave, b.part.wanted_to_leave) == (False, False)
-    bench.put("drain/b", DrainRequest("b-1").to_json())
-    bench.settle()
-    assert (a.part.wanted_to_leave, b.part.wanted_to_leave) == (False, True)
-    assert (bench.entry("drain/b"), b.count(Forget)) == (None, 1)
 
 
 # ---------------------------------------------------------------- join timeout

@@ -41,7 +41,6 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Condition,
-    DrainRequest,
     Endpoint,
     Failure,
     GenerationProgress,
@@ -125,10 +124,9 @@ WORLD = World(
 )
 INTRODUCTION = PeerStatus("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
-DRAIN_REQUEST = DrainRequest("a-1")
 ENDED = replace(WORLD, phase=Phase.ENDED, result=Result.CRASH_LOOP)
 
-Record = NodeRecord | World | StopAt | DrainRequest | PeerStatus
+Record = NodeRecord | World | StopAt | PeerStatus
 Tree = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -150,16 +148,11 @@ def read_node(text: str) -> NodeRecord:
     return NodeRecord.from_json("nodes/a", text)
 
 
-def read_drain_request(text: str) -> DrainRequest:
-    return DrainRequest.from_json("drain/a", text)
-
-
 Read = Callable[[str], Record]
 READERS: dict[str, tuple[Record, Read]] = {
     "node": (NODE, read_node),
     "world": (WORLD, World.from_json),
     "stop": (STOP, StopAt.from_json),
-    "drain_request": (DRAIN_REQUEST, read_drain_request),
     "introduction": (INTRODUCTION, PeerStatus.from_json),
 }
 
@@ -339,7 +332,6 @@ FIELDS: dict[str, list[tuple[list[Any], str]]] = {
         (text(512), "inquiry.why"),
         (NONE_OR_NUMBER, "inquiry.rank"),
     ],
-    "drain_request": [(NAME, "incarnation")],
     "stop": [(number(1), "generation"), (number(), "step"), (FLAG, "paused")],
     "introduction": [(NAME, "node incarnation"), (number(), "generation"), (AGE, "confirmed_s whole_s")],
 }

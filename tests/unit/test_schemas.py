@@ -26,7 +26,6 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
             records.NodeRecord,
             records.World,
             records.StopAt,
-            records.DrainRequest,
             records.PeerStatus,
         ),
     ),
@@ -49,7 +48,6 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
                 "limits_of program unproven exclusions standbys run inquiry"
             ),
             "StopAt": "generation step paused",
-            "DrainRequest": "incarnation",
             "PeerStatus": "node incarnation generation confirmed_s whole_s",
             "Endpoint": "address port",
             "Paces": "generation timed step_us own_us",
