@@ -1,1 +1,1 @@
-"""This machine as it was found: devices, CPUs, interfaces, GPU memory, cgroups, installed versions."""
+"""This machine as it was found: devices, CPUs, interfaces, GPU memory, installed versions."""

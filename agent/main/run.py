@@ -35,7 +35,6 @@ from ..common.events import unless_stopped
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
-from ..machine.cgroups import claim_cgroup
 from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import NotReady, reachable_at, unique_node_id, wait_for_network
@@ -212,7 +211,7 @@ def _keep_books(agent: Agent) -> None:
 
 
 def _claim(agent: Agent) -> None:
-    """Folders, ports and cgroup. Raises CannotStart."""
+    """Folders and ports. Raises CannotStart."""
     # The guard removes it, too, if the agent cannot.
     place = run_directory_parent(os.environ)
     run_dir = Path(
@@ -229,8 +228,7 @@ def _claim(agent: Agent) -> None:
     serves_at = listeners.memory.getsockname()[1] if listeners.memory is not None else None
     memory_address = str(Endpoint(address, serves_at)) if serves_at is not None else ""
     env = worker_env(agent.incarnation, run_dir, memory, agent.config, memory_address)
-    cgroup = claim_cgroup(agent.incarnation)
-    agent.node = Node(agent.name, agent.incarnation, agent.machine, run_dir, env, cgroup, agent.environment)
+    agent.node = Node(agent.name, agent.incarnation, agent.machine, run_dir, env, agent.environment)
 
 
 # ---------------------------------------------------------------- started before the store is found
@@ -242,7 +240,7 @@ def _start_helpers(agent: Agent) -> None:
     guard = agent.guard = Guard()
     run_dir = agent.node.run_dir
     folders = [run_dir] if agent.memory is None else [run_dir, agent.memory.path]
-    guard.start(agent.incarnation, folders, agent.node.cgroup)
+    guard.start(agent.incarnation, folders)
     agent.ends.callback(guard.close)
     reader = agent.started(NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.post))
     agent.subreaper.add_known(lambda: reader.pids)
@@ -365,9 +363,7 @@ def _serve_workers(agent: Agent) -> Processes:
         return agent.participant.snapshot
 
     def new_group(generation: int, exited: Callable[[int, int, float], object]) -> WorkerGroup:
-        cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
-        orphans = subreaper.unknown_children
-        return WorkerGroup(generation, guard, logs, io, exited, post, clock, cgroup, orphans)
+        return WorkerGroup(generation, guard, logs, io, exited, post, clock, subreaper.unknown_children)
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     agent.ends.callback(worker_store.close)

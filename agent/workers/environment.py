@@ -241,8 +241,6 @@ class Node:
     run_dir: Path
     env: WorkerEnv
     """What every worker here is given."""
-    cgroup: Path | None
-    """Below it each generation's workers have one of their own."""
     environment: Mapping[str, str]
     """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
     hostname: str = field(default_factory=socket.gethostname)

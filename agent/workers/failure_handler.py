@@ -26,14 +26,22 @@ from ...health.hang_report import HANG, HangProbe, HangSuspicion, Urgency
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
 from ..common.events import Event
-from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
 from .causes import SUMMARY_MAX, FailureCause, cause_named, describe_failure, shown_file
 from .environment import Node, error_file
 from .evidence import Evidence
 from .generation import Crash, Generation, Processes
 from .hang_detector import LOOK_EVERY_S
-from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, clean, cut, read_error_file
+from .post_mortem import (
+    RANK_PREFIX,
+    ErrorReport,
+    OomKills,
+    PostMortem,
+    clean,
+    cut,
+    find_counter,
+    read_error_file,
+)
 from .stopping import HANG_SIGNAL
 
 log = logging.getLogger(__name__)

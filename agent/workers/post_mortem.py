@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...rendezvous.text import clean as clean_line
+from ...worker.storage.memory.available_memory import own_cgroup, read_rows, upwards
 from ..common.ports import find_owner
 from .processes.proc import open_here
 
@@ -207,3 +208,56 @@ def _number_in(pattern: re.Pattern[str], text: str) -> int:
     """The number of the port in the text; 0: none."""
     found = pattern.search(text)
     return int(next(filter(None, found.groups()))) if found is not None else 0
+
+
+# --- Out of memory
+#
+# A worker that the kernel's out-of-memory killer ends does so by SIGKILL, as one that a person kills. The kernel counts
+# its victims before it kills them, in `memory.events` of each cgroup, with all those below (version 2), or in
+# `memory.oom_control` (version 1).
+
+LATELY_S = 60.0
+"""A process with much memory takes its time to end."""
+
+LOOK_EVERY_S = 1.0
+
+
+class OomKills:
+    """Owned by one thread. Instants are seconds on the monotonic clock."""
+
+    def __init__(self, counter: Path | None) -> None:
+        """None: this kernel does not count."""
+        self._counter = counter
+        self._count = _kills(counter)
+        self._looked_at = 0.0
+        self._struck_at: float | None = None
+
+    def update(self, now: float) -> None:
+        """To be called now and then, so that an old strike is not taken for a new one."""
+        if now >= self._looked_at + LOOK_EVERY_S:
+            self._read_count(now)
+
+    def lately(self, now: float) -> bool:
+        self._read_count(now)
+        return self._struck_at is not None and now <= self._struck_at + LATELY_S
+
+    def _read_count(self, now: float) -> None:
+        count, self._looked_at = _kills(self._counter), now
+        if count is None:
+            return
+        if self._count is not None and count > self._count:
+            self._struck_at = now
+        self._count = count
+
+
+def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
+    """Of the cgroup of this process, or of the nearest around it that counts."""
+    counters = [folder / "memory.events" for folder in upwards(own_cgroup("", proc))]
+    if (here := own_cgroup("memory", proc)) is not None:
+        counters.append(here / "memory.oom_control")
+    return next(filter(Path.exists, counters), None)
+
+
+def _kills(counter: Path | None) -> int | None:
+    """None: there is no count now."""
+    return read_rows(counter).get("oom_kill") if counter is not None else None

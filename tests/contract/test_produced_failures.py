@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.cgroups import OomKills
 from elastic_agent.agent.workers.causes import cause_named, describe_failure
-from elastic_agent.agent.workers.post_mortem import PostMortem
+from elastic_agent.agent.workers.post_mortem import OomKills, PostMortem
 from elastic_agent.rendezvous.records import Action, Failure
 from tests.small_memory import inside, small_memory
 

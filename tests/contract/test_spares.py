@@ -40,8 +40,9 @@ def agent() -> Iterator[SpareKeeper]:
 def run(agent: SpareKeeper, script: Path | str, *args: str, **more: Any) -> tuple[Spare, str]:
     """A spare as a worker, and what it prints on both streams."""
     cold = tuple(tied([sys.executable, "-u", str(script), *args]))
-    place = {"cpus": "", "cgroup": "", **more}
-    start = BecomeWorker("script", str(script), args, dict(os.environ), os.getcwd(), cold=cold, **place)
+    start = BecomeWorker(
+        "script", str(script), args, dict(os.environ), os.getcwd(), cold=cold, **{"cpus": "", **more}
+    )
     read, write = os.pipe()
     spare = agent.hand_out(start, [0, write, write])
     os.close(write)
@@ -243,7 +244,7 @@ def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(
     assert spare.wait() == 0
 
 
-def test_a_worker_keeps_to_its_cpus_and_a_cgroup_that_is_not_there_is_reported(
+def test_a_worker_keeps_to_its_cpus_and_those_that_are_not_there_are_reported(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
     agent.run_until_prepared()
@@ -252,8 +253,8 @@ def test_a_worker_keeps_to_its_cpus_and_a_cgroup_that_is_not_there_is_reported(
     first, printed = run(agent, program, cpus=str(last))
     assert printed == f"{{{last}}}\n"
     assert first.wait() == 0
-    second, printed = run(agent, program, cgroup=str(tmp_path / "none"))
-    assert "cannot enter the cgroup" in printed
+    second, printed = run(agent, program, cpus="1023")
+    assert "cannot run on the CPUs 1023" in printed
     assert second.wait() == 1
 
 

@@ -243,7 +243,7 @@ class Supervised:
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
         self.socket = run_dir / "socket"
         self.socket.touch()
-        node = Node("a", "a-1", machine, run_dir, WorkerEnv(socket=str(self.socket)), None, {})
+        node = Node("a", "a-1", machine, run_dir, WorkerEnv(socket=str(self.socket)), {})
         self.supervisor = Supervisor(
             self.config,
             node,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.storage.memory.available_memory import MIB, Memory, read_memory
+from elastic_agent.worker.storage.memory.available_memory import MIB, Memory, own_cgroup, read_memory
 
 MEMINFO = "MemTotal:       1024000 kB\nMemFree:  100 kB\nMemAvailable:    512000 kB\nHugePages_Total: 0\n"
 ALL = Memory(512000 * 1024, 1024000 * 1024)
@@ -90,3 +90,31 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     assert read_memory(tmp_path) == ()
     (tmp_path / "meminfo").write_text(MEMINFO)
     assert read_memory(tmp_path) == (ALL,)
+
+
+V2 = "34 25 0:29 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
+V1 = "35 25 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+ROOT = "24 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "expected"),
+    [
+        ("0::/system.slice/a.service", [ROOT, V2], "/sys/fs/cgroup/system.slice/a.service"),
+        ("9:name=systemd:/x\n0::/a", [ROOT, V1, V2.replace("cgroup ", "cgroup/unified ")], "/sys/fs/cgroup/unified/a"),
+        ("0::/", [V2], "/sys/fs/cgroup"),
+        ("0::/pod/job", [V2.replace(" / ", " /pod ")], "/sys/fs/cgroup/job"),
+        ("0::/pod", [V2.replace(" / ", " /pod ")], "/sys/fs/cgroup"),
+        ("0::/podder", [V2.replace(" / ", " /pod ")], None),
+        ("0::/podder", [V2.replace(" / ", " /pod "), V2], "/sys/fs/cgroup/podder"),
+        ("0::/a", [V2.replace("/sys/fs/cgroup", r"/my\040own")], "/my own/a"),
+        ("0::/a", [ROOT, V1], None),
+        ("5:memory:/a", [ROOT, V1, V2], None),
+        ("0::/..", [V2], None),
+        ("0::/../other", [V2], None),
+    ],
+)  # fmt: skip
+def test_the_agents_own_place(tmp_path: Path, cgroup: str, mounts: list[str], expected: str | None) -> None:
+    (tmp_path / "cgroup").write_text(f"{cgroup}\n")
+    (tmp_path / "mountinfo").write_text("".join(f"{mount}\n" for mount in mounts))
+    assert own_cgroup("", tmp_path) == (Path(expected) if expected is not None else None)

@@ -119,7 +119,7 @@ class Spy:
 
 
 def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As at the most processes that a user may have: what is left is killed by its session and cgroup all the same."""
+    """As at the most processes that a user may have: what is left is killed by its session all the same."""
 
     def refuse(*_: object) -> int:
         raise RuntimeError("can't start new thread")
@@ -129,7 +129,7 @@ def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.Mon
         patch.setattr(guard._thread, "start_new_thread", refuse)
         patch.setattr(guard, "COMPLETE_WITHIN_S", 0.2)
         begun = time.monotonic()
-        report = guard._sweep("abc", {sleeper.pid}, 0, "0", "")
+        report = guard._sweep("abc", {sleeper.pid}, 0, "0")
     assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
     assert sleeper.wait() == -signal.SIGKILL
     assert report.endswith(f"killed what its workers left: {sleeper.pid}")
@@ -148,7 +148,7 @@ def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(
         patch.setattr(guard, "orphans_with", hang)
         patch.setattr(guard, "MARKED_WITHIN_S", 0.02)
         patch.setattr(guard, "COMPLETE_WITHIN_S", 0.1)
-        report = guard._sweep("abc", set(), 0, "0", "")
+        report = guard._sweep("abc", set(), 0, "0")
     assert sleeper.wait() == -signal.SIGKILL
     assert report.endswith(f"killed what its workers left: {sleeper.pid}")
 

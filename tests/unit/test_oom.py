@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.cgroups import LATELY_S, OomKills, find_counter
+from elastic_agent.agent.workers.post_mortem import LATELY_S, OomKills, find_counter
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -56,12 +55,11 @@ NO_SPARES = cast(Spares, NoSpares())
 def group_of(
     post: Callable[[Event], None] = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
-    cgroup: Path | None = None,
     exited: Callable[[int, int, float], object] = lambda *_: None,
     unknown_children: Callable[[], Collection[int]] = tuple,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
-    return WorkerGroup(1, guard, logs, started_io(), exited, post, clock, cgroup, unknown_children)
+    return WorkerGroup(1, guard, logs, started_io(), exited, post, clock, unknown_children)
 
 
 def reaped() -> WorkerGroup:
@@ -150,22 +148,6 @@ def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: p
     assert set(group.returncodes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}
 
 
-def test_what_only_the_cgroup_still_shows_counts_as_not_dying(tmp_path: Path) -> None:
-    """Plain files stand in for a cgroup whose process no signal ends and no mark tells."""
-    now, cgroup = [100.0], tmp_path / "generation-1"
-    group = group_of(clock=lambda: now[0], cgroup=cgroup)
-    group.start(SLEEP, (), NO_SPARES)
-    (cgroup / "cgroup.procs").write_text("4711\n")
-    (cgroup / "cgroup.events").write_text("populated 1\n")
-    group.stop(0.0, gently=False)
-    assert not group.gone()
-    now[0] += 60.0
-    assert not group.gone()
-    assert group.kill_elapsed_s() == 60.0
-    assert group.unkillable() == {4711}
-    assert group.wake_at() == now[0] + LEFTOVER_LONGEST_PAUSE_S, "a look reads all of /proc"
-
-
 def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child of sudo is another user's."""
 
@@ -174,11 +156,16 @@ def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest
 
     monkeypatch.setattr(workers, "find_processes", lambda *args, **kwargs: {4711: "1"})
     monkeypatch.setattr(workers.os, "kill", refuse)
-    group = group_of()
+    now = [100.0]
+    group = group_of(clock=lambda: now[0])
     group.start(SLEEP, (), NO_SPARES)
     group.stop(0.0, gently=False)
     assert not group.gone()
+    now[0] += 60.0
+    assert not group.gone()
+    assert group.kill_elapsed_s() == 60.0
     assert group.unkillable() == {4711}
+    assert group.wake_at() == now[0] + LEFTOVER_LONGEST_PAUSE_S, "a look reads all of /proc"
 
 
 def test_an_orphan_that_comes_while_proc_is_listed_is_not_overlooked() -> None:

@@ -14,7 +14,7 @@ because of the environment or the script, the spare starts cold: it executes the
 A spare may also become the server of the workers' store, which starts cold as `python fork_server.py store`.
 
 Invariants: a spare receives one message, and closes its socket then; there is no second one. What it was to become
-and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
+and cannot be as a fork it becomes by exec, with the same pid, session and descriptors.
 
 In the job's interpreter, which need not have this package installed: standard library, and modules of ours.
 """
@@ -216,7 +216,7 @@ def _become_worker(
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if problem := shim.place(start.cpus, start.cgroup):
+    if problem := shim.keep_to(start.cpus):
         _refuse(problem)
 
     def report(problem: str) -> None:

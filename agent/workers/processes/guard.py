@@ -9,9 +9,9 @@ A process *belongs* to an incarnation when its session is a worker's (workers le
 whose environment carries the incarnation's marker, or when it descends from such a process. Each rule finds what the
 others miss: the first a scrubbed environment, the second those in sessions of their own, the third both while the
 parent lives. What left all three is found by the living agent, which adopts it (`subreaper`; not where the agent had
-children before it began, or the kernel has no CONFIG_PROC_CHILDREN), and after the agent's death only where it has a
-cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session as soon as it
-is empty: from then on its number may return as another session's.
+children before it began, or the kernel has no CONFIG_PROC_CHILDREN), and after the agent's death only by what started
+it: systemd ends all that is in its unit, a container all that is in it. A zombie is dead. An agent forgets a session as
+soon as it is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -30,14 +30,11 @@ from collections.abc import Collection, Iterable
 
 from .proc import (
     KILL_WAIT_S,
-    cgroup_members,
-    empty_cgroup,
     find_processes,
     kill,
     living_since,
     orphans_with,
     reap_within,
-    remove_cgroup,
     say,
 )
 
@@ -74,15 +71,9 @@ class Guard:
     def pid(self) -> int:
         return self._running.pid
 
-    def start(
-        self,
-        incarnation: str,
-        folders: Iterable[str | os.PathLike[str]] = (),
-        cgroup: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: no other process can
-        remove them after a SIGKILL."""
-        self._arguments = [incarnation, *(os.fspath(path) for path in (cgroup or "", *folders))]
+    def start(self, incarnation: str, folders: Iterable[str | os.PathLike[str]] = ()) -> None:
+        """`folders` are the agent's own, of temporary files: no other process can remove them after a SIGKILL."""
+        self._arguments = [incarnation, *(os.fspath(path) for path in folders)]
         self._launch()
 
     def watch(self, sid: int) -> None:
@@ -176,8 +167,7 @@ def _end(guard: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
 # --- The process
 
 
-def main(incarnation: str, cgroup: str, *folders: str) -> None:
-    """`cgroup` may be empty."""
+def main(incarnation: str, *folders: str) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = os.getppid()
@@ -192,8 +182,7 @@ def main(incarnation: str, cgroup: str, *folders: str) -> None:
                 sessions.add(int(session))
             else:
                 sessions.discard(int(session))
-    report = _sweep(incarnation, sessions, agent, since, cgroup)
-    remove_cgroup(cgroup)
+    report = _sweep(incarnation, sessions, agent, since)
     if folders:
         import shutil
 
@@ -204,7 +193,7 @@ def main(incarnation: str, cgroup: str, *folders: str) -> None:
         say(report)
 
 
-def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, cgroup: str) -> str:
+def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str) -> str:
     """Kills what belongs, and returns the words for stderr; empty when nothing was left."""
     begun = time.monotonic()
     killed: set[int] = set()
@@ -216,9 +205,8 @@ def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, 
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
             if living_since(pid) == start and kill(pid):
                 killed.add(pid)
-        killed.update(cgroup_members(cgroup))
-        empty, elapsed_s = empty_cgroup(cgroup) and not found, time.monotonic() - begun
-        quiet = quiet + 1 if empty and (complete or elapsed_s > COMPLETE_WITHIN_S) else 0
+        complete = complete or time.monotonic() > begun + COMPLETE_WITHIN_S
+        quiet = quiet + 1 if complete and not found else 0
         time.sleep(_PAUSE_S)
     if not killed:
         return ""

@@ -35,19 +35,13 @@ def job_python(environ: Mapping[str, str]) -> str:
     return environ.get("PYTHON_EXEC", sys.executable)
 
 
-def tied(
-    command: Sequence[str],
-    cpus: Sequence[int] = (),
-    cgroup: Path | None = None,
-    *,
-    helper: bool = False,
-) -> list[str]:
+def tied(command: Sequence[str], cpus: Sequence[int] = (), *, helper: bool = False) -> list[str]:
     """The same command, through the shim: it dies with this process, and with the thread that starts it.
 
-    It runs on these CPUs only, if any are given, and in this cgroup. A `helper` is the agent's own process.
+    It runs on these CPUs only, if any are given. A `helper` is the agent's own process.
     """
     shim = [sys.executable, "-I", "-S", str(SHIM), str(os.getpid())]
-    return [*shim, *place_words(cpus, cgroup), "--helper" if helper else "--", *command]
+    return [*shim, cpus_word(cpus), "--helper" if helper else "--", *command]
 
 
 def start_helper(
@@ -77,9 +71,9 @@ def start_helper(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def place_words(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
-    """The arguments of `shim`."""
-    return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
+def cpus_word(cpus: Sequence[int]) -> str:
+    """For `shim.keep_to`."""
+    return ",".join(map(str, cpus))
 
 
 class Helper:

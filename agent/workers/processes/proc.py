@@ -1,5 +1,5 @@
-"""Processes as the kernel shows them in /proc and in cgroups: which belong to an agent, where one stands, waiting for
-the end of a child.
+"""Processes as the kernel shows them in /proc: which belong to an agent, where one stands, waiting for the end of a
+child.
 
 The guard runs this, too, and starts within 20 ms: no dataclasses, pathlib, re or typing here.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    """A small file of /proc, /sys or a cgroup, stripped; empty for what is not there, or cannot be read now."""
+    """A small file of /proc or /sys, stripped; empty for what is not there, or cannot be read now."""
     try:
         with open(path, errors="replace") as file:
             return file.read().strip()
@@ -221,38 +221,6 @@ def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]
             continue
         if mark in read(f"{os.fspath(proc)}/{stat.pid}/environ").split("\0"):
             yield int(stat.pid)
-
-
-def cgroup_members(cgroup: Folder) -> tuple[int, ...]:
-    """The living processes in this cgroup and those below it; none when it does not exist."""
-    found = {int(pid) for folder, _, _ in os.walk(cgroup) for pid in read(f"{folder}/cgroup.procs").split()}
-    return tuple(sorted(found - {0}))  # 0: it lives in a pid namespace that is not below ours
-
-
-def empty_cgroup(cgroup: Folder) -> bool:
-    """Kill all that lives in this cgroup and below it; True when nothing does any more."""
-    if not _populated(cgroup):
-        return True
-    try:
-        with open(os.path.join(cgroup, "cgroup.kill"), "w") as file:
-            file.write("1")
-    except OSError:  # before Linux 5.14: children forked meanwhile are found next time
-        for pid in cgroup_members(cgroup):
-            kill(pid)
-    return not _populated(cgroup)
-
-
-def remove_cgroup(cgroup: Folder) -> None:
-    """With those below it, as far as they are empty."""
-    for folder, _, _ in os.walk(cgroup, topdown=False):
-        try:
-            os.rmdir(folder)
-        except OSError:
-            pass
-
-
-def _populated(cgroup: Folder) -> bool:
-    return "populated 1" in read(os.path.join(cgroup, "cgroup.events")).splitlines()
 
 
 # --- Their end

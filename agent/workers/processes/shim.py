@@ -1,16 +1,15 @@
-"""What a worker process runs first: `python -I -S shim.py AGENT_PID CPUS CGROUP -- COMMAND...` gets ready and execs.
+"""What a worker process runs first: `python -I -S shim.py AGENT_PID CPUS -- COMMAND...` gets ready and execs.
 
 With `--helper` in the place of `--` the command is a process of the agent's own: it ignores `IGNORED`,
 which the agent has blocked until then.
 
 It ties the worker's life to the agent's (the kernel kills it when the thread that started it ends: start workers
-from the agent's main thread), enters CGROUP (empty: stays in the agent's), which will hold it and all that it starts,
-keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal mask and dispositions that the
-agent was started with, whatever the agent or this interpreter have set since. That cannot be done between fork and exec
-in the agent, where Python code may deadlock beside gRPC's threads.
+from the agent's main thread), keeps it to CPUS, like 0,4,8 (empty: the agent's own), and gives the command the signal
+mask and dispositions that the agent was started with, whatever the agent or this interpreter have set since. That
+cannot be done between fork and exec in the agent, where Python code may deadlock beside gRPC's threads.
 
-Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, the
-cgroup cannot be entered, or none of the CPUs can be used.
+Exit codes as a shell's: 127 the command was not found, 126 it cannot be run; 1 the agent ended before the tie held, or
+none of the CPUs can be used.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ STAY_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What was ignored when the agent was started, as by nohup, its workers ignore, too: under torchrun they do."""
 
 
-def main(agent_pid: int, cpus: str, cgroup: str, command: list[str], *, helper: bool) -> int:
+def main(agent_pid: int, cpus: str, command: list[str], *, helper: bool) -> int:
     """Returns only when the command could not be started."""
-    if problem := tie(agent_pid) or place(cpus, cgroup):
+    if problem := tie(agent_pid) or keep_to(cpus):
         return _refuse(f"{problem}; not starting {command[0]!r}", 1)
     if helper:
         for number in IGNORED:
@@ -65,14 +64,8 @@ def tie(agent_pid: int) -> str:
     return ""
 
 
-def place(cpus: str, cgroup: str) -> str:
-    """Enters the cgroup and keeps to these CPUs. Why that cannot be; empty if it is so."""
-    if cgroup:
-        try:
-            with open(os.path.join(cgroup, "cgroup.procs"), "w") as file:
-                file.write("0")
-        except OSError as error:
-            return f"cannot enter the cgroup {cgroup}: {error.strerror}"
+def keep_to(cpus: str) -> str:
+    """This process runs on these CPUs only. Why that cannot be; empty if it is so."""
     if cpus:
         try:
             os.sched_setaffinity(0, map(int, cpus.split(",")))
@@ -88,5 +81,5 @@ def _refuse(problem: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    pid, cpus, cgroup, kind, *command = sys.argv[1:]
-    sys.exit(main(int(pid), cpus, cgroup, command, helper=kind == "--helper"))
+    pid, cpus, kind, *command = sys.argv[1:]
+    sys.exit(main(int(pid), cpus, command, helper=kind == "--helper"))

@@ -74,8 +74,7 @@ class BecomeWorker:
     environment: dict[str, str]
     cwd: str
     cpus: str
-    cgroup: str
-    """For `shim.place`, as `cpus`."""
+    """For `shim.keep_to`."""
     cold: tuple[str, ...]
     """The command of the same worker, started cold."""
 

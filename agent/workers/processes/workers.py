@@ -5,8 +5,8 @@ way it has its own session and group, dies with the agent and can be stopped wit
 the workers' pidfds and posts that within a millisecond of an exit; reaping, signals and all state belong to the main
 thread.
 
-A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
-the group has where the agent may make one: only then may the next generation start (I1).
+A group is *gone* only when every worker is reaped and no process that they started is left: only then may the next
+generation start (I1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....rendezvous.text import counted
@@ -26,15 +25,8 @@ from ...common.events import Event, IoThread
 from ...configuration.config import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import Guard
-from .helper import end, job_python, place_words, tied
-from .proc import (
-    cgroup_members,
-    empty_cgroup,
-    find_processes,
-    has_ended,
-    kill,
-    remove_cgroup,
-)
+from .helper import cpus_word, end, job_python, tied
+from .proc import find_processes, has_ended, kill
 from .spare_wire import BecomeWorker
 from .spares import Spares
 
@@ -96,11 +88,9 @@ class WorkerGroup:
         exited: Callable[[int, int, float], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        cgroup: Path | None = None,
         unknown_children: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`cgroup` is made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted
-        by the agent.
+        """`unknown_children()` are orphans of its workers, adopted by the agent.
 
         `exited` gets generation, local rank and instant, in the main loop, when a process has ended and can be reaped.
         """
@@ -118,7 +108,6 @@ class WorkerGroup:
         self._on_exit = exited
         self._post = post
         self._clock = clock
-        self._cgroup = cgroup
         self._unknown_children = unknown_children
         self._processes: dict[int, Child] = {}
         self._asked = False
@@ -130,8 +119,6 @@ class WorkerGroup:
     def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
         """Raises OSError when a process cannot be made, or watched. Those started before it are killed then."""
         try:
-            if self._cgroup is not None:
-                self._cgroup.mkdir()
             for spec in specs:
                 self._start_one(command, spec, spares)
         except OSError:
@@ -140,7 +127,7 @@ class WorkerGroup:
             raise
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
-        cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
+        cold = tied(command_line(command, spec.local_rank), spec.cpus)
         process: Child | None = None
         pipes: list[int] = []
         try:
@@ -154,7 +141,7 @@ class WorkerGroup:
                     tuple(arguments(command, spec.local_rank)),
                     dict(spec.environment),
                     os.getcwd(),
-                    *place_words(spec.cpus, self._cgroup),
+                    cpus_word(spec.cpus),
                     tuple(cold),
                 )
                 process = spares.hand_out(start, (STANDARD_INPUT, out_end, err_end))
@@ -256,19 +243,17 @@ class WorkerGroup:
         leftovers = find_processes(sessions, others=self._unknown_children())
         for pid in leftovers:
             kill(pid)
-        held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
-        if (behind := {*leftovers, *held}) and behind != self._behind:
+        if leftovers and set(leftovers) != self._behind:
             log.info(
-                "generation %d left %s behind; killing them", self.generation, counted(len(behind), "process")
+                "generation %d left %s behind; killing them",
+                self.generation,
+                counted(len(leftovers), "process"),
             )
-        self._behind = behind
-        empty = self._cgroup is None or empty_cgroup(self._cgroup)
+        self._behind = set(leftovers)
         # Asked again: a parent that ended before /proc was listed has left a child that was not yet ours before.
-        if leftovers or not empty or self._unknown_children():
+        if leftovers or self._unknown_children():
             self._count_from_now()
             return False
-        if self._cgroup is not None:
-            remove_cgroup(self._cgroup)
         for session in sessions:
             self._guard.forget(session)
         return True
