@@ -16,10 +16,10 @@ not block us; with it, Linux lets two sockets bind one port as long as neither l
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
-import os
 import random
 import re
 import socket
@@ -138,24 +138,20 @@ def owner_of(ports: PortRange) -> str:
     return "the kernel has no free port left" if ports.any_free else find_owner(ports.first)
 
 
-HIDDEN = "owner unknown: a process of another user or container, or a connection that ends within 60 s"
-
-
 def find_owner(port: int) -> str:
-    """Who blocks `port`, at whichever address of this machine, in words, as an error has them. Never raises."""
+    """Who has `port`, at whichever address of this machine, in words, as an error has them. Never raises."""
     import psutil
 
-    try:
-        sockets = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
-        # A listener's connections have its port too: name the listener if there is one, else any live socket.
-        seen = [one for one in sockets if one.pid is not None]
-        found = min(seen, key=lambda one: one.status != psutil.CONN_LISTEN, default=None)
-        if found is None:
-            return HIDDEN
-        itself = ", this agent itself" if found.pid == os.getpid() else ""
-        return f"pid {found.pid}, {psutil.Process(found.pid).name()}{itself}"
-    except (OSError, psutil.Error) as error:
-        return f"owner unknown: {error}"
+    with contextlib.suppress(OSError, psutil.Error):
+        seen = [
+            one for one in psutil.net_connections("tcp") if one.pid and one.laddr and one.laddr.port == port
+        ]
+        seen.sort(key=lambda one: one.status != psutil.CONN_LISTEN)  # its connections have the port, too
+        return f"pid {seen[0].pid}, {psutil.Process(seen[0].pid).name()}" if seen else OWNER_UNKNOWN
+    return OWNER_UNKNOWN
+
+
+OWNER_UNKNOWN = "owner unknown: a process of another user or container, or a connection that ends within 60 s"
 
 
 class OfferedPort:
