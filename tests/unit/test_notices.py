@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from elastic_agent.agent.common.http_client import HttpReply
 from elastic_agent.agent.configuration.parse import NoticeSource
-from elastic_agent.agent.machine import notices
 from elastic_agent.agent.machine.notices import (
     ACTION_PATH,
+    BEGUN_S,
     DEFAULT_S,
     EVENTS_PATH,
     MAINTENANCE_PATH,
@@ -23,33 +22,21 @@ from elastic_agent.agent.machine.notices import (
     NAME_PATH,
     PREEMPTED_PATH,
     TOKEN_PATH,
-    Aws,
-    Azure,
-    Gcp,
+    MetadataServer,
     Notice,
-    NoticeReader,
     NoticeWatch,
-    SourceFailed,
     WatchedFile,
+    aws,
+    azure,
     detect_cloud,
-    read_contents,
+    gcp,
     read_instant,
     source_for,
 )
+from elastic_agent.codec import Invalid
 
-AT = "2026-01-02T03:04:05Z"
-AT_UNIX = 1767323045.0
-HTTP_AT = "Fri, 02 Jan 2026 03:04:05 GMT"
-HOSTILE = (
-    b"",
-    b"\xff\xfe\x00",
-    b"null",
-    b"[]",
-    b"7",
-    b"[" * 100_000,
-    b"<html>not found</html>",
-    b'{"a": ' + b"9" * 5000 + b"}",
-)
+AT, AT_UNIX, HTTP_AT = "2026-01-02T03:04:05Z", 1767323045.0, "Fri, 02 Jan 2026 03:04:05 GMT"
+HOSTILE = (b"", b"\xff\xfe\x00", b"[" * 100_000, b"<html>not found</html>", b'{"a": ' + b"9" * 5000 + b"}")
 """What no source says, and any program that listens in its place may."""
 
 
@@ -57,329 +44,194 @@ def body(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-# --- Instants
-
-
 @pytest.mark.parametrize(
     ("text", "at"),
     [
-        (AT, AT_UNIX),
-        ("2026-01-02t03:04:05z", AT_UNIX),
-        ("2026-01-02 03:04:05+00:00", AT_UNIX),
+        *((text, AT_UNIX) for text in (AT, AT.lower(), "2026-01-02 03:04:05+00:00", HTTP_AT)),
         ("2026-01-02T04:04:05.999999999+01:00", AT_UNIX),
-        ("2026-01-02T03:04:05.9Z", AT_UNIX),
         ("0001-01-01T00:00:00Z", -62135596800.0),
+        *((text, None) for text in ("", "now", "2026-01-02", "2026-01-02T03:04:05", AT * 2, None, 7)),
+        *((text, None) for text in ("2026-13-02T03:04:05Z", "Fri, 02 Jan", "Fri, 99 Jan 2026 03:04:05 GMT")),
     ],
 )
-def test_an_instant_of_rfc_3339(text: str, at: float) -> None:
+def test_an_instant(text: object, at: float | None) -> None:
     assert read_instant(text) == at
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "",
-            "now",
-            "2026-01-02",
-            "2026-01-02T03:04:05",
-            "2026-13-02T03:04:05Z",
-            "2026-01-02T25:04:05Z",
-            AT * 2,
-        ),
-        *("Fri, 02 Jan", "Fri, 99 Jan 2026 03:04:05 GMT", None, 7),
-    ],
-)
-def test_what_is_no_instant_is_none(text: object) -> None:
-    assert read_instant(HTTP_AT) == AT_UNIX
-    assert read_instant(text) is None
-
-
-class Answers:
+class Server(MetadataServer):
     """Answers by path, and knows what it was asked."""
 
-    def __init__(self, answers: dict[str, HttpReply]) -> None:
-        self.answers = answers
+    def __init__(self, cloud: Callable[[MetadataServer], Notice | None], **answers: HttpReply) -> None:
+        super().__init__(cloud)
+        self.answers = {PATHS[name]: reply for name, reply in answers.items()}
         self.asked: list[tuple[str, dict[str, str], str]] = []
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> HttpReply:
         self.asked.append((path, dict(headers), method))
-        if path not in self.answers:
-            raise SourceFailed(path)
         return self.answers[path]
 
-    @property
-    def paths(self) -> list[str]:
-        return [path for path, _, _ in self.asked]
+
+PATHS = {
+    "token": TOKEN_PATH,
+    "action": ACTION_PATH,
+    "preempted": PREEMPTED_PATH,
+    "maintenance": MAINTENANCE_PATH,
+    "name": NAME_PATH,
+    "events": EVENTS_PATH,
+}
 
 
-CloudT = TypeVar("CloudT", Aws, Gcp, Azure)
+def said_by_aws(reply: HttpReply) -> Notice | None:
+    return Server(aws, token=HttpReply(200, b"secret"), action=reply).poll()
 
 
-def asking(cloud: type[CloudT], answers: Answers) -> CloudT:
-    source = cloud()
-    source.ask = answers.ask  # type: ignore[method-assign]
-    return source
+def said_by_google(preempted: HttpReply, maintenance: bytes = b"NONE") -> Notice | None:
+    return Server(gcp, preempted=preempted, maintenance=HttpReply(200, maintenance)).poll()
 
 
-# --- AWS
+def said_by_azure(reply: HttpReply) -> Notice | None:
+    """Of the machine vm-7."""
+    return Server(azure, name=HttpReply(200, b"vm-7"), events=reply).poll()
 
 
-def aws(**answers: HttpReply) -> Aws:
-    """An instance of EC2 with these answers at `action` and `token`."""
-    paths = {"action": ACTION_PATH, "token": TOKEN_PATH}
-    return asking(Aws, Answers(NOTHING_OF_AWS | {paths[name]: reply for name, reply in answers.items()}))
-
-
-@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_the_interruption_of_a_spot_instance(action: str) -> None:
-    notice = aws(action=HttpReply(200, body(action=action, time=AT))).poll()
-    assert notice == Notice(f"AWS interrupts this spot instance ('{action}') at '{AT}'", AT_UNIX)
-
-
-def test_without_an_interruption_the_path_is_not_there() -> None:
-    assert aws(action=HttpReply(404, b"<html>")).poll() is None
-
-
+@pytest.mark.parametrize("says", [said_by_aws, said_by_google, said_by_azure])
 @pytest.mark.parametrize(
     "reply",
-    [
-        *(HttpReply(200, raw) for raw in HOSTILE),
-        HttpReply(500, body(action="stop", time=AT)),
-        HttpReply(200, body(time=AT)),
-        HttpReply(200, body(action="stop", time=AT)[:-4]),
-    ],
+    [*(HttpReply(200, raw) for raw in HOSTILE), HttpReply(500, b"FALSE"), HttpReply(403, body(Events=[]))],
 )
-def test_what_aws_never_says_is_not_understood(reply: HttpReply) -> None:
-    with pytest.raises(SourceFailed) as refused:
-        aws(action=reply).poll()
+def test_what_a_cloud_never_says_is_not_understood(
+    says: Callable[[HttpReply], object], reply: HttpReply
+) -> None:
+    with pytest.raises(Invalid) as refused:
+        says(reply)
     assert len(str(refused.value)) < 600
-
-
-@pytest.mark.parametrize("at", ["soon", 7, None])
-def test_an_interruption_at_no_instant_is_one_of_30_s(at: object) -> None:
-    found = aws(action=HttpReply(200, body(action="stop", time=at))).poll()
-    assert found is not None
-    assert (found.ends_at, found.within_s) == (None, DEFAULT_S)
 
 
 @pytest.mark.parametrize("reply", [HttpReply(403), HttpReply(200), HttpReply(200, b"<p>secret\nX: 1</p>")])
 def test_what_is_no_token_is_not_understood_and_not_shown(reply: HttpReply) -> None:
-    with pytest.raises(SourceFailed, match=f"token: status {reply.status}, no token in") as error:
-        aws(token=reply).poll()
+    with pytest.raises(Invalid, match=f"status {reply.status}, and no word in") as error:
+        Server(aws, token=reply).poll()
     assert "secret" not in str(error.value)
 
 
-NOTHING_OF_AWS = {
-    TOKEN_PATH: HttpReply(200, b"secret"),
-    ACTION_PATH: HttpReply(404),
-}
+@pytest.mark.parametrize(
+    ("reply", "notice"),
+    [
+        (HttpReply(404, b"<html>"), None),
+        (
+            HttpReply(200, body(action="stop", time=AT)),
+            Notice(f"AWS interrupts this spot instance ('stop') at '{AT}'", AT_UNIX),
+        ),
+        (
+            HttpReply(200, body(action="stop", time="soon")),
+            Notice("AWS interrupts this spot instance ('stop') at 'soon'", None, DEFAULT_S),
+        ),
+    ],
+)
+def test_the_interruption_of_a_spot_instance(reply: HttpReply, notice: Notice | None) -> None:
+    assert said_by_aws(reply) == notice
 
 
-def test_a_token_is_asked_for_once() -> None:
-    server = Answers(dict(NOTHING_OF_AWS))
-    source = asking(Aws, server)
-    assert source.poll() is None
-    assert source.poll() is None
+def test_a_token_is_asked_for_once_and_replaced_when_it_is_refused() -> None:
+    server = Server(aws, token=HttpReply(200, b"secret"), action=HttpReply(404))
+    assert server.poll() is None
+    assert server.poll() is None
     wants, has = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, {"X-aws-ec2-metadata-token": "secret"}
     question = (ACTION_PATH, has, "GET")
     assert server.asked == [(TOKEN_PATH, wants, "PUT"), question, question]
-
-
-def test_a_token_that_is_refused_is_replaced() -> None:
-    server = Answers(dict(NOTHING_OF_AWS))
-    source = asking(Aws, server)
-    source.poll()
     server.answers[ACTION_PATH] = HttpReply(401)
-    with pytest.raises(SourceFailed):
-        source.poll()
-    assert server.paths == [TOKEN_PATH, ACTION_PATH, ACTION_PATH, TOKEN_PATH, ACTION_PATH]
-
-
-# --- GCP
+    with pytest.raises(Invalid):
+        server.poll()
+    assert [path for path, _, _ in server.asked[3:]] == [ACTION_PATH, TOKEN_PATH, ACTION_PATH]
 
 
 @pytest.mark.parametrize(
-    ("preempted", "maintenance", "news"),
+    ("preempted", "maintenance", "within_s"),
     [
-        (b"FALSE", b"NONE", None),
         (b"FALSE\n", b"NONE\n", None),
-        (b"TRUE", b"NONE", Notice("Google preempts this machine", None, 30.0)),
-        (b"TRUE", b"rubbish", Notice("Google preempts this machine", None, 30.0)),
+        (b"TRUE", b"rubbish", 30.0),
         (b"FALSE", b"MIGRATE_ON_HOST_MAINTENANCE", None),
-        (b"FALSE", b"TERMINATE_ON_HOST_MAINTENANCE", Notice("Google ends this machine", None, 60.0)),
+        (b"FALSE", b"TERMINATE_ON_HOST_MAINTENANCE", 60.0),
     ],
 )
-def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | None) -> None:
-    server = Answers(
-        {
-            PREEMPTED_PATH: HttpReply(200, preempted),
-            MAINTENANCE_PATH: HttpReply(200, maintenance),
-        }
-    )
-    found = asking(Gcp, server).poll()
-    assert type(found) is type(news)
-    if isinstance(news, Notice) and isinstance(found, Notice):
-        assert (found.ends_at, found.within_s) == (news.ends_at, news.within_s)
-    if news is not None and found is not None:
-        assert found.text.startswith(news.text)
-    assert server.asked[0][1] == {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"}
+def test_what_google_says(preempted: bytes, maintenance: bytes, within_s: float | None) -> None:
+    notice = said_by_google(HttpReply(200, preempted), maintenance)
+    assert (notice and notice.within_s) == within_s
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        *(HttpReply(200, raw) for raw in HOSTILE),
-        HttpReply(503, b"FALSE"),
-        HttpReply(200, b"TRU"),
-    ],
-)
-def test_what_google_never_says_is_not_understood(reply: HttpReply) -> None:
-    well = HttpReply(200, b"FALSE")
-    for answers in ({PREEMPTED_PATH: reply}, {PREEMPTED_PATH: well, MAINTENANCE_PATH: reply}):
-        with pytest.raises(SourceFailed):
-            asking(Gcp, Answers(answers)).poll()
-
-
-# --- Azure
-
-
-def event(
-    kind: object = "Preempt", at: object = HTTP_AT, machine: str = "vm-7", **more: object
-) -> dict[str, object]:
-    return {
-        "EventId": "1",
-        "EventType": kind,
-        "ResourceType": "VirtualMachine",
-        "Resources": [machine],
-        "EventStatus": "Scheduled",
-        "NotBefore": at,
-        **more,
-    }
+def event(kind: object = "Preempt", at: object = HTTP_AT, machine: str = "vm-7", **more: object) -> object:
+    scheduled = {"EventType": kind, "Resources": [machine], "EventStatus": "Scheduled", "NotBefore": at}
+    return scheduled | more
 
 
 def events(*all_of_them: object) -> HttpReply:
     return HttpReply(200, body(DocumentIncarnation=3, Events=list(all_of_them)))
 
 
-def said_by_azure(reply: HttpReply) -> Notice | None:
-    """Of the machine vm-7."""
-    return asking(Azure, Answers({NAME_PATH: HttpReply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
-
-
-@pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
-def test_an_event_that_ends_this_machine(kind: str) -> None:
-    found = said_by_azure(events(event(kind)))
-    assert isinstance(found, Notice)
-    assert (found.text, found.ends_at) == (f"{notices.ENDS[kind]}, not before '{HTTP_AT}'", AT_UNIX)
-
-
 @pytest.mark.parametrize(
-    ("reply", "expected"),
+    ("reply", "ends_at"),
     [
-        (events(), None),
-        (events(event(machine="vm-8")), None),
-        (events(event(EventStatus="Completed")), None),
-        (events(event("Dance")), None),
-        (events(event("Freeze")), None),
-        (events(event("Freeze"), event("Reboot")), Notice),
-        (events({}, 7, None, [], event(7), event(Resources="vm-7"), event("Redeploy")), Notice),
+        (events(), ()),
+        (events(event(machine="vm-8")), ()),
+        (events(event(EventStatus="Completed")), ()),
+        (events(event("Freeze"), event("Dance")), ()),
+        *((events(event(kind)), AT_UNIX) for kind in ("Preempt", "Terminate", "Reboot", "Redeploy")),
+        (events({}, 7, None, [], event(7), event([]), event(Resources="vm-7"), event("Redeploy")), AT_UNIX),
+        *(
+            (events(event("Reboot"), event(at=at, EventStatus="Started")), None)
+            for at in ("", None, "soon", 7)
+        ),
     ],
 )
-def test_only_events_of_this_machine_that_end_it_are_notices(
-    reply: HttpReply, expected: type[Notice] | None
+def test_events_that_end_this_machine_are_notices_and_one_that_has_begun_is_the_first(
+    reply: HttpReply, ends_at: object
 ) -> None:
-    found = said_by_azure(reply)
-    assert type(found) is (expected or type(None))
-
-
-@pytest.mark.parametrize("at", ["", None, "soon", 7])
-def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> None:
-    later = event("Reboot", HTTP_AT)
-    found = said_by_azure(events(later, event("Preempt", at, EventStatus="Started")))
-    assert isinstance(found, Notice)
-    assert (found.text[:10], found.ends_at, found.within_s) == ("Azure take", None, notices.BEGUN_S)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        *(HttpReply(200, raw) for raw in HOSTILE),
-        HttpReply(400, body(Events=[])),
-        HttpReply(200, body(Events={})),
-    ],
-)
-def test_what_azure_never_says_is_not_understood(reply: HttpReply) -> None:
-    with pytest.raises(SourceFailed):
-        said_by_azure(reply)
+    notice = said_by_azure(reply)
+    assert (notice.ends_at if notice is not None else ()) == ends_at
+    assert notice is None or notice.ends_at is not None or notice.within_s == BEGUN_S
 
 
 def test_this_machines_name_is_asked_for_once() -> None:
-    server = Answers({NAME_PATH: HttpReply(200, b"vm-7"), EVENTS_PATH: events(event())})
-    source = asking(Azure, server)
-    assert isinstance(source.poll(), Notice)
-    assert isinstance(source.poll(), Notice)
-    assert server.paths == [NAME_PATH, EVENTS_PATH, EVENTS_PATH]
+    server = Server(azure, name=HttpReply(200, b"vm-7"), events=events(event()))
+    assert server.poll() == server.poll() is not None
+    assert [path for path, _, _ in server.asked] == [NAME_PATH, EVENTS_PATH, EVENTS_PATH]
     assert all(headers == {"Metadata": "true"} for _, headers, _ in server.asked)
 
 
-@pytest.mark.parametrize(
-    "at", ["x" * 5000, "\x1b[2J\nERROR all is lost", f"{HTTP_AT} (\r\n{'x' * 5000})", ["x" * 5000]]
-)
-def test_what_azure_names_as_the_instant_is_quoted_and_shortened(at: object) -> None:
-    found = said_by_azure(events(event("Preempt", at)))
-    assert isinstance(found, Notice)
-    assert found.text.isprintable()
-    assert len(found.text) < 300
-
-
-# --- A file
+@pytest.mark.parametrize("at", ["x" * 5000, "\x1b[2J\nERROR all is lost", ["x" * 5000]])
+def test_what_a_source_names_as_the_instant_is_quoted_and_shortened(at: object) -> None:
+    for found in (said_by_azure(events(event(at=at))), said_by_aws(HttpReply(200, body(action=at, time=at)))):
+        assert found is not None
+        assert found.text.isprintable()
+        assert len(found.text) < 400
 
 
 @pytest.mark.parametrize(
     ("raw", "ends_at"),
     [
-        (b"", 1000.0 + DEFAULT_S),
-        (b" \n", 1000.0 + DEFAULT_S),
-        (b"10\n", 1010.0),
-        (b"0.5", 1000.5),
-        (AT.encode(), AT_UNIX),
-        *((raw, 1000.0 + DEFAULT_S) for raw in (b"soon", b"-5", b"1e9", b"1767323045", b"9" * 4096)),
-        *((raw, None) for raw in HOSTILE),
+        *((raw, 1000.0 + DEFAULT_S) for raw in (b"", b" \n", b"soon", b"-5", b"1e9", b"9" * 4096, *HOSTILE)),
+        *((b"10\n", 1010.0), (b"0.5", 1000.5), (AT.encode(), AT_UNIX)),
     ],
 )
-def test_any_contents_are_a_notice(raw: bytes, ends_at: float | None) -> None:
-    found = read_contents(raw[:4096], "/run/leave", 1000.0)
-    assert found.text.startswith("the file /run/leave ")
-    assert len(found.text) < 400
-    assert found.text.isprintable()
-    assert found.ends_at == (ends_at or found.ends_at)
-
-
-def test_seconds_in_a_file_count_since_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "leave"
-    source = WatchedFile(str(path))
+def test_any_file_is_a_notice_and_seconds_count_since_it_was_written(
+    tmp_path: Path, raw: bytes, ends_at: float
+) -> None:
+    source = WatchedFile(str(path := tmp_path / "leave"))
     assert source.poll() is None
-    path.write_text("45")
-    os.utime(path, (5000.0, 5000.0))
+    path.write_bytes(raw)
+    os.utime(path, (1000.0, 1000.0))
     found = source.poll()
-    assert isinstance(found, Notice)
-    assert found.ends_at == 5045.0
+    assert found is not None
+    assert found.text.isprintable()
+    assert len(found.text) < 600
+    assert found.ends_at == ends_at
 
 
-def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+def test_what_is_no_file_says_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # without a writer
-    os.mkfifo(tmp_path / "written")
-    writer = os.open(tmp_path / "written", os.O_RDWR | os.O_NONBLOCK)
-    try:
-        for path in (tmp_path, tmp_path / "pipe", tmp_path / "written", "/dev/null", "/dev/tty"):
-            with pytest.raises(SourceFailed, match="no regular file"):
-                WatchedFile(str(path)).poll()
-    finally:
-        os.close(writer)
-
-
-# --- Which source
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(Invalid, match="no regular file"):
+            WatchedFile(str(path)).poll()
 
 
 @pytest.mark.parametrize(
@@ -390,38 +242,28 @@ def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         ({"sys_vendor": "Xen", "bios_version": "4.11.amazon"}, "aws"),
         ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, "gcp"),
         ({"sys_vendor": "Google", "product_name": "Pixelbook"}, ""),
-        (
-            {"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"},
-            "azure",
-        ),
+        ({"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"}, "azure"),
         ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "7783"}, ""),
-        ({"sys_vendor": "QEMU"}, ""),
     ],
 )
 def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cloud: str) -> None:
     for name, value in fields.items():
         (tmp_path / name).write_text(f"{value}\n")
     assert detect_cloud(tmp_path) == cloud
-    chosen = {"": type(None), "aws": Aws, "gcp": Gcp, "azure": Azure}[cloud]
-    assert type(source_for(NoticeSource("auto"), dmi=tmp_path)) is chosen
+    source = source_for(NoticeSource("auto"), dmi=tmp_path)
+    assert (source.says.__name__ if isinstance(source, MetadataServer) else "") == cloud
     assert source_for(NoticeSource("off"), dmi=tmp_path) is None
-    wanted = NoticeSource("file", "/run/leave")
-    assert source_for(wanted) == WatchedFile("/run/leave")
+    assert source_for(NoticeSource("file", "/run/leave")) == WatchedFile("/run/leave")
 
 
-# --- The watch
-
-
-class Scene(NoticeReader):
+class Scene(MetadataServer):
     """A watch over a source that says what the test wants, at 1000 s Unix time and 10 s of the monotonic clock."""
 
     def __init__(self) -> None:
         self.news: Notice | Exception | None = None
         self.told: list[tuple[str, float | None]] = []
-        self.watch = NoticeWatch(self, self.hear, lambda call: call(), lambda: 10.0, lambda: 1000.0)
-
-    def hear(self, text: str, deadline: float | None) -> None:
-        self.told.append((text, deadline))
+        hear = lambda text, deadline: self.told.append((text, deadline))  # noqa: E731
+        self.watch = NoticeWatch(self, hear, lambda call: call(), lambda: 10.0, lambda: 1000.0)
 
     def poll(self) -> Notice | None:
         if isinstance(self.news, Exception):
@@ -430,15 +272,14 @@ class Scene(NoticeReader):
 
     def polls(self, *news: Notice | Exception | None) -> list[tuple[str, float | None]]:
         self.told.clear()
-        for one in news:
-            self.news = one
+        for self.news in news:
             self.watch.poll()
         return self.told
 
 
 def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     scene, notice = Scene(), Notice("x", 1030.0)
-    assert scene.polls(None, notice, notice, SourceFailed("gone"), notice) == [("x", 40.0)]
+    assert scene.polls(None, notice, notice, Invalid("gone"), notice) == [("x", 40.0)]
     assert scene.polls(Notice("x", 1005.0)) == [("x", 15.0)]
     assert scene.polls(None, None) == [("", None)]
     assert scene.polls(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [("x", 40.0)]
@@ -449,7 +290,7 @@ def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
     assert Scene().polls(Notice("x", ends_at)) == [("x", 10.0 + MIN_LEFT_S)]
 
 
-@pytest.mark.parametrize("error", [SourceFailed("no route"), AttributeError("no route")])
+@pytest.mark.parametrize("error", [Invalid("no route"), AttributeError("no route")])
 def test_a_source_that_fails_is_one_warning_and_withdraws_nothing(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
