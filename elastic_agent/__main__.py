@@ -15,7 +15,7 @@ def start() -> None:
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from .agent.common.exits import ExitCode
-    from .agent.workers.processes.subreaper import fork_below_pid1
+    from .agent.main.process import fork_below_pid1
     from .cli import main
 
     _open_closed_streams()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic_agent.agent.common.events import Event
+from elastic_agent.agent.workers.processes.guard import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from elastic_agent.agent.workers.processes.spares import Spare, Spares
-from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 
 from .io_threads import started_io
 

@@ -44,9 +44,8 @@ from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import http_listener, store_listener
 from ..workers.environment import Node
-from ..workers.processes.guard import Guard
+from ..workers.processes.guard import Guard, Subreaper, adopt_orphans
 from ..workers.processes.spares import Spares
-from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from .heartbeat import Heartbeat
 from .process import ServiceManager, thread_failed
 

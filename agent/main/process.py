@@ -1,5 +1,5 @@
-"""What an agent does to its own process: its environment, its log, its signals, an end without the main loop, and what
-it tells the service manager that started it.
+"""What an agent does to its own process: its environment, its log, its signals, an end without the main loop, what it
+tells the service manager that started it, and that it is not process 1 of a container.
 
 Its own error file is where schedulers that start torchrun read why a job failed (TORCHELASTIC_ERROR_FILE). It has the
 form that torch's `@record` writes on torchrun: the first failed worker's error, or else the agent's own.
@@ -10,6 +10,11 @@ no reason to kill the start of a unit. WATCHDOG comes from the main thread alone
 there is one from the wait for the store: an agent whose main thread is stuck falls silent, and is killed and started
 again. Sending never blocks, and never fails the agent. What could not be sent is lost; but READY, without which the
 manager kills the agent, is sent again.
+
+The first process of a PID namespace gets the orphans of all others, also those of a shell that somebody opened in the
+container, and a signal that it has no handler for does nothing to it. So an agent that finds itself to be process 1
+goes on in a child process, where all is as on any machine (`fork_below_pid1`); what stays behind passes signals on,
+reaps orphans, and ends as the agent ends. Then the kernel kills all that is left in the container.
 """
 
 from __future__ import annotations
@@ -182,3 +187,48 @@ class ServiceManager:
             self._unreachable = True
         else:
             self._owed, self._unreachable = "", False
+
+
+# --- As process 1 of a container
+
+FIRST_PID = 1
+
+
+def fork_below_pid1() -> None:
+    """Returns at once where this is not process 1; otherwise in a child process, which is the agent from now on.
+
+    To be called while the process has one thread, and knows no signal handlers of its own.
+    """
+    if os.getpid() != FIRST_PID:
+        return
+    # Blocked before the fork: a signal that comes from now on waits until one of the two takes it.
+    inherited = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    agent = os.fork()
+    if agent == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
+        return
+    os._exit(_serve(agent))
+
+
+def _serve(agent: int) -> int:
+    """Until the agent has ended: its exit code, or 128 and the signal that ended it, as a shell says it."""
+    while True:
+        received = signal.sigwaitinfo(signal.valid_signals())
+        if received.si_signo == signal.SIGCHLD:
+            ended = _reap_all().get(agent)
+            if ended is not None:
+                code = os.waitstatus_to_exitcode(ended)
+                return code if code >= 0 else 128 - code
+        elif received.si_code <= 0:  # sent by a process; what a terminal sends, it sends to the agent, too
+            os.kill(agent, received.si_signo)
+
+
+def _reap_all() -> dict[int, int]:
+    """Of all children that have ended, the wait status: several ends may be one SIGCHLD."""
+    ended = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    except ChildProcessError:  # the last one
+        pass
+    return ended

@@ -28,10 +28,9 @@ from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .evidence import Evidence, EvidenceKeeper
 from .hang_detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
-from .processes.guard import Guard
+from .processes.guard import Guard, Subreaper
 from .processes.proc import process_status
 from .processes.spares import Spares, WorkerStore
-from .processes.subreaper import Subreaper
 from .processes.workers import WorkerGroup
 from .rank_activity import StackFile, Target
 from .stopping import DrainState, JustInTimeState

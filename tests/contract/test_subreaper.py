@@ -13,7 +13,7 @@ PATIENCE_S = 20.0
 
 AGENT = """
 import json, os, subprocess, sys, time
-from elastic_agent.agent.workers.processes.subreaper import Subreaper, adopt_orphans
+from elastic_agent.agent.workers.processes.guard import Subreaper, adopt_orphans
 from elastic_agent.agent.workers.processes.proc import stat_of
 
 def eventually(condition):
@@ -131,7 +131,7 @@ print(json.dumps([unknown, os.path.exists(f"/proc/{{daemon}}"), sidecar.wait()])
 @pytest.mark.parametrize("missing", [True, False])
 def test_without_the_kernels_list_no_orphan_is_adopted(missing: bool) -> None:
     refused = agent(f"""
-from elastic_agent.agent.workers.processes import subreaper as module
+from elastic_agent.agent.workers.processes import guard as module
 if {missing}:
     module._list_of_children = lambda: "/proc/self/task/none/children"
 refusal, seen = module.adopt_orphans(), module.Subreaper().unknown_children()

@@ -42,7 +42,7 @@ IMPORTED = (
     "cli",
     "agent.machine.inventory",
     "agent.main.run",
-    "agent.workers.processes.subreaper",
+    "agent.workers.processes.guard",
 )
 """By an agent in any case, as a standby has it."""
 

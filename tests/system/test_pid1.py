@@ -26,7 +26,7 @@ ORPHAN = f"(sh -c '{ADOPTED}; echo $ELASTIC_AGENT_GENERATION >> {{seen}}' &)"
 # Goes on below init, and ends when no process 3 is left, not even dead: a child of its child, and so of init.
 ORPHANED = """
 import os, subprocess, sys
-from elastic_agent.agent.workers.processes.subreaper import fork_below_pid1
+from elastic_agent.agent.main.process import fork_below_pid1
 fork_below_pid1()
 subprocess.run(["sh", "-c", "sleep 0.1 &"])
 while len([name for name in os.listdir("/proc") if name.isdecimal()]) > 2:

@@ -29,9 +29,8 @@ from elastic_agent.agent.workers.evidence import Evidence, EvidenceKeeper
 from elastic_agent.agent.workers.generation import Processes
 from elastic_agent.agent.workers.hang_detector import ActivityReader
 from elastic_agent.agent.workers.processes import workers
-from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.guard import Guard, Subreaper
 from elastic_agent.agent.workers.processes.spares import Spares, WorkerStore
-from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.rank_activity import Target
 from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GpuFacts, NvmlFacts

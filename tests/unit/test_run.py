@@ -25,7 +25,7 @@ from elastic_agent.agent.main.process import ServiceManager
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_opening import policy_of
 from elastic_agent.agent.workers.environment import Node
-from elastic_agent.agent.workers.processes.subreaper import Subreaper
+from elastic_agent.agent.workers.processes.guard import Subreaper
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.store.interface import Store

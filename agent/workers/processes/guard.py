@@ -1,21 +1,33 @@
-"""The guard: a small process that outlives the agent by seconds, to kill what the agent's workers left behind (I9).
+"""What the agent's workers leave behind ends with their generation, or with the agent (I9).
 
 A worker dies with the agent by its parent-death signal, but its children do not: data loaders, launchers, daemons.
-The guard holds the read end of a pipe whose write end only the agent has. End-of-file means that the agent is gone,
-however it went; then the guard kills every process that belongs to the agent's workers until two searches in a row find
-none, removes the agent's folders, and exits. It reads `session SID` and `forget SID` lines.
+Two things know how to find these. While the agent lives, it adopts them; after its death the guard kills them.
+
+*The guard* is a small process that outlives the agent by seconds. It holds the read end of a pipe whose write end only
+the agent has. End-of-file means that the agent is gone, however it went; then the guard kills every process that
+belongs to the agent's workers until two searches in a row find none, removes the agent's folders, and exits. It reads
+`session SID` and `forget SID` lines.
 
 A process *belongs* to an incarnation when its session is a worker's (workers lead their own), when it is an orphan
 whose environment carries the incarnation's marker, or when it descends from such a process. Each rule finds what the
 others miss: the first a scrubbed environment, the second those in sessions of their own, the third both while the
-parent lives. What left all three is found by the living agent, which adopts it (`subreaper`; not where the agent had
-children before it began, or the kernel has no CONFIG_PROC_CHILDREN), and after the agent's death only by what started
-it: systemd ends all that is in its unit, a container all that is in it. A zombie is dead. An agent forgets a session as
-soon as it is empty: from then on its number may return as another session's.
+parent lives. What has left all three is found by the living agent only, and after its death by what started it: systemd
+ends all that is in its unit, a container all that is in it. A zombie is dead. An agent forgets a session as soon as it
+is empty: from then on its number may return as another session's.
 
-Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
+*Adoption.* The kernel gives an orphan to the nearest ancestor that asked for it, a *subreaper*, else to process 1. The
+agent asks: so the forks of the fork server become its own children, whose exit status it can wait for, and so does what
+a worker leaves behind, also what has left the worker's session and forgotten its environment. An *unknown* child of the
+agent is one that no other part of it has registered. Only these are reaped: to wait for any child would take the exit
+status away from its owner. An orphan always comes to the agent's main thread, and this code runs there: a child that
+another thread starts is never mistaken for one, and one of the main thread's own is known before the next look.
 
-It must start within 20 ms: this file imports as little as it can, and `subprocess` only in the agent. To read an
+Invariants: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong. Without the
+kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts no orphans: it could not tell them from its
+own children. And where the process had children before it was an agent (`sidecar & exec elastic-agent`), an orphan may
+be theirs: then it is reaped when it ends, and not listed.
+
+The guard must start within 20 ms: this file imports as little as it can, and `subprocess` only in the agent. To read an
 environment may hang in the kernel: threads do that, and this process goes on and ends without them.
 """
 
@@ -26,14 +38,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from .proc import (
     KILL_WAIT_S,
     find_processes,
     kill,
+    living,
     living_since,
     orphans_with,
+    read,
     reap_within,
     say,
 )
@@ -164,7 +178,80 @@ def _end(guard: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
         reap_within(guard, KILL_WAIT_S)
 
 
-# --- The process
+# --- Adoption, by the living agent
+
+PR_SET_CHILD_SUBREAPER = 36
+
+REAP_EVERY_S = 1.0
+"""A zombie costs nothing but its number."""
+
+
+def adopt_orphans() -> str:
+    """From now on. Why it cannot be; empty if it is so."""
+    if not os.path.exists(_list_of_children()):
+        return "this kernel does not list a process' children (CONFIG_PROC_CHILDREN)"
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        return f"this process cannot adopt orphans: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+class Subreaper:
+    """For the main thread, after `adopt_orphans`."""
+
+    def __init__(self) -> None:
+        """To be made before this process has started any other."""
+        self._known: list[Callable[[], Collection[int]]] = []
+        self._expected: Callable[[], Collection[int]] = tuple
+        before = tuple(self._unknown())
+        self._had_children = bool(before)
+        self.add_known(lambda: before)
+        self._reap_at = 0.0
+
+    def add_known(self, pids: Callable[[], Collection[int]]) -> None:
+        """These, whenever they are asked for, have an owner that waits for them."""
+        self._known.append(pids)
+
+    def expect_sessions(self, sessions: Callable[[], Collection[int]]) -> None:
+        """Children from these sessions will be known soon, and are no orphans of a worker."""
+        self._expected = sessions
+
+    def unknown_children(self) -> tuple[int, ...]:
+        """Those that live. A zombie is dead."""
+        if self._had_children:
+            return ()
+        expected = set(self._expected())
+        stats = ((pid, living(pid)) for pid in self._unknown())
+        found = tuple(pid for pid, stat in stats if stat is not None and stat.session not in expected)
+        if found:
+            self._reap_at = 0.0  # they are to be killed
+        return found
+
+    def reap(self, now: float) -> None:
+        """Those that have ended; at most every REAP_EVERY_S."""
+        if now < self._reap_at:
+            return
+        self._reap_at = now + REAP_EVERY_S
+        for pid in self._unknown():
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # no child of ours: it was one a moment ago
+                pass
+
+    def _unknown(self) -> list[int]:
+        children = map(int, read(_list_of_children()).split())  # empty without the kernel's list
+        known = {pid for pids in self._known for pid in pids()}
+        return [pid for pid in children if pid not in known]
+
+
+def _list_of_children() -> str:
+    """Of the main thread, whose number is the process' own."""
+    return f"/proc/self/task/{os.getpid()}/children"
+
+
+# --- The guard's process
 
 
 def main(incarnation: str, *folders: str) -> None:
