@@ -24,8 +24,7 @@ from ..configuration.config import Config
 from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import WorkerAnswers
-from ..rendezvous_io.worker_links import WorkerLinks
-from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
+from ..rendezvous_io.worker_links import PaceWatch, WorkerLinks, WorkerPages
 from .evidence import Evidence, EvidenceKeeper
 from .hang_detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
 from .processes.guard import Guard, Subreaper

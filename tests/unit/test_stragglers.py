@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic_agent.agent.main.loop import HEARTBEAT_S
-from elastic_agent.agent.rendezvous_io.worker_pages import PaceWatch, WorkerPages
+from elastic_agent.agent.rendezvous_io.worker_links import PaceWatch, WorkerPages
 from elastic_agent.health.stragglers import Paces, Watched
 from elastic_agent.rendezvous.node.session import compared as compare
 from elastic_agent.rendezvous.records import (
