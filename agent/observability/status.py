@@ -30,7 +30,6 @@ from ...rendezvous.text import Name, line
 from ...worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ..output.masking import masked
 from ..workers.processes.workers import WorkerGroup
-from .steps import StepRate
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
@@ -139,6 +138,42 @@ def _shown(world: World, secrets: Collection[str]) -> World:
 
 def _masked(text: str, most_chars: int, secrets: Collection[str]) -> str:
     return masked(text, secrets)[:most_chars]
+
+
+class StepRate:
+    """The main thread adds, any thread reads. Instants are monotonic. Totals are new steps, and steps that an earlier
+    generation had done already.
+
+    The rate since the start of the agent is kept in bounded memory, as totals at some instants. When there are too
+    many, every second one goes: the whole job is always there, in less detail the longer it lasts.
+    """
+
+    def __init__(self, every_s: float = 2.0, most: int = 240) -> None:
+        self._lock = threading.Lock()
+        self._every_s = every_s
+        self._most = most
+        self._kept: list[tuple[float, int, int]] = []
+        self._newest: tuple[float, int, int] | None = None
+
+    def add(self, since: float, until: float, new: int, again: int) -> None:
+        """`new` steps were done between these instants, and `again` more that an earlier generation had done."""
+        with self._lock:
+            _, all_new, all_again = self._newest or (since, 0, 0)
+            self._keep((since, all_new, all_again))
+            self._newest = (until, all_new + new, all_again + again)
+            self._keep(self._newest)
+
+    def _keep(self, totals: tuple[float, int, int]) -> None:
+        if not self._kept or totals[0] - self._kept[-1][0] >= self._every_s:
+            self._kept.append(totals)
+        if len(self._kept) > self._most:
+            self._kept, self._every_s = self._kept[::2], 2 * self._every_s
+
+    def read(self, now: float) -> list[tuple[float, int, int]]:
+        """Seconds ago, and the totals then, the oldest first; the last one is of the newest step."""
+        with self._lock:
+            totals = [*self._kept, *([self._newest] if self._newest is not None else [])]
+        return [(round(max(0.0, now - at), 3), new, again) for at, new, again in totals]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,13 @@
 """What all seconds of an agent go into, and the steps and checkpoints that its workers report.
 
+*Steps* are those of this node's workers together, by the shared progress of each. A generation's scripts have begun
+when the last one has, and the same goes for loading. A step is done when the first worker has finished it; one that is
+still loading then is not waited for. Steps are counted: which are new, which were lost and are done again. The
+*position* is the newest step that the state in the workers' memory contains. It goes up with each step that is done,
+and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the highest
+position that the job has ever had, on any node as far as this one knows; only steps beyond it are new. A reading shows
+only the newest of several steps; all since the reading before count as equally long.
+
 Each second is useful training, or has one of the causes of lost time. Words: an *activity* is what this node's time
 goes into, one at any instant. A *recovery* is the time for which training stood still: from the first failure or stop
 order to the first step of a later generation, however many generations were tried in between.
@@ -20,8 +28,9 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
@@ -29,12 +38,14 @@ from ...worker.wire.messages import LoadReport, Report, SaveReport
 from ...worker.wire.shared_progress import Reading
 from ..output.journal import EventKind, Journal
 from .status import NodeState
-from .steps import Counted, NodeProgress, Step, StepCount, node_progress
 
 log = logging.getLogger(__name__)
 
 ACCOUNTING_EVERY_S = 60.0
 """How often the journal gets an account of all seconds, besides when workers begin or cease to train."""
+
+
+# --- Seconds
 
 
 class Activity(enum.Enum):
@@ -193,6 +204,135 @@ class GoodputAccount:
             return None
         there = (phase for phase in PHASES if phase in STANDSTILL or phase in self._passed)
         return Recovery({phase: self.seconds[phase] - before[phase] for phase in there})
+
+
+# --- Steps
+
+
+class Step(NamedTuple):
+    number: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgress:
+    """Instants are seconds, monotonic. None: not yet."""
+
+    began_at: float | None = None
+    """The script of each worker had begun."""
+    load_at: float | None = None
+    """Each had asked for its checkpoint."""
+    loaded: Step | None = None
+    """Each had loaded this step's checkpoint; step 0 is that there was none."""
+    first: Step | None = None
+    """The first that any worker finished."""
+    newest: Step | None = None
+
+
+def node_progress(readings: Collection[Reading]) -> NodeProgress:
+    firsts = [
+        Step(reading.first_step, reading.first_at)
+        for reading in readings
+        if reading.first_step is not None and reading.first_at is not None
+    ]
+    steps = [
+        Step(reading.step, reading.stepped_at)
+        for reading in readings
+        if reading.step is not None and reading.stepped_at is not None
+    ]
+    first = min(firsts, key=lambda step: step.at, default=None)
+
+    def all_at(instant: Callable[[Reading], float | None]) -> float | None:
+        known = [at for reading in readings if (at := instant(reading)) is not None]
+        if not known or (first is None and len(known) < len(readings)):
+            return None
+        return max(known) if first is None else min(max(known), first.at)
+
+    loaded_at = all_at(lambda reading: reading.loaded_at)
+    loaded_step = max((each.loaded_step for each in readings if each.loaded_step is not None), default=0)
+    return NodeProgress(
+        began_at=all_at(lambda reading: reading.script_at),
+        load_at=all_at(lambda reading: reading.load_at),
+        loaded=Step(loaded_step, loaded_at) if loaded_at is not None else None,
+        first=first,
+        newest=max(steps, key=lambda step: (step.number, -step.at), default=None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one reading adds."""
+
+    new: int = 0
+    lost: int = 0
+    timed: int = 0
+    """Steps of which it is known how long they took."""
+    mean_s: float = 0.0
+    """Seconds that each of these took."""
+    caught_up_at: float | None = None
+    """The instant, before that of the reading, when the highest step had been done again."""
+
+
+class StepCount:
+    """The position and the highest step of this node. Instants are seconds, monotonic."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        self.stepped = False
+        """A worker of this generation has finished a step."""
+        self._position: int | None = None
+        self._resumed = False
+        self._seen: tuple[int, float] | None = None
+
+    @property
+    def catching_up(self) -> bool:
+        """The step after the newest one has been done before."""
+        return self._position is not None and self._position < self.highest
+
+    def begin(self, highest: int) -> None:
+        """Another generation starts; `highest` is the highest step that any node had done before."""
+        self.highest = max(self.highest, highest)
+        self.stepped = self._resumed = False
+        self._seen = None
+
+    def resumed(self, step: int) -> Counted:
+        """The generation goes on from here: it has loaded the checkpoint of this step."""
+        if self._resumed:
+            return Counted()
+        self._resumed = True
+        lost = max(0, self._position - step) if self._position is not None else 0
+        self._position = step
+        self.highest = max(self.highest, step)
+        return Counted(lost=lost)
+
+    def done(self, step: int, at: float) -> Counted:
+        """A worker finished this step at `at`. The first step of a generation must be among the calls."""
+        lost = self.resumed(max(0, step - 1)).lost
+        self.stepped = True
+        seen, highest = self._seen, self.highest
+        if seen is not None and step <= seen[0]:
+            return Counted(lost=lost)
+        self._seen = (step, at)
+        new = self._reach(step)
+        if seen is None:
+            return Counted(new, lost)
+        timed = step - seen[0]
+        mean_s = max(0.0, at - seen[1]) / timed
+        caught_up_at = seen[1] + (highest - seen[0]) * mean_s if seen[0] < highest < step else None
+        return Counted(new, lost, timed, mean_s, caught_up_at)
+
+    def saved(self, step: int) -> Counted:
+        """A checkpoint of this step was committed: the step is done, also where no reading has shown it yet."""
+        return Counted(self._reach(step) if self.stepped else 0)
+
+    def _reach(self, step: int) -> int:
+        self._position = max(step, self._position or 0)
+        new = max(0, step - self.highest)
+        self.highest += new
+        return new
+
+
+# --- Both, as they are told
 
 
 _RECOVERIES = {

@@ -19,8 +19,7 @@ from elastic_agent.agent.observability.page import (
     read_page,
 )
 from elastic_agent.agent.observability.sources import AgentsSource
-from elastic_agent.agent.observability.status import Checkpoint
-from elastic_agent.agent.observability.steps import StepRate
+from elastic_agent.agent.observability.status import Checkpoint, StepRate
 from elastic_agent.agent.output.journal import EVENTS_PATH, EventKind, Journal
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure

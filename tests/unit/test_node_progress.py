@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.observability.steps import NodeProgress, Step, node_progress
+from elastic_agent.agent.observability.training_account import NodeProgress, Step, node_progress
 from elastic_agent.worker.wire.shared_progress import Reading
 
 BEGUN = Reading(script_at=1.0)

@@ -20,8 +20,7 @@ from elastic_agent.agent.observability.page import (
     read_page,
 )
 from elastic_agent.agent.observability.sources import FoundJob, JobSource
-from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState
-from elastic_agent.agent.observability.steps import StepRate
+from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState, StepRate
 from elastic_agent.agent.output.journal import EVENT, EventKind, Journal
 from elastic_agent.health.http import PageRequest
 from elastic_agent.rendezvous.records import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.observability.steps import Counted, StepCount
+from elastic_agent.agent.observability.training_account import Counted, StepCount
 
 
 def train(count: StepCount, *steps: int, at: float = 0.0) -> Counted:
