@@ -32,7 +32,7 @@ from ..configuration.derive import resolve_meeting_place
 from ..configuration.load import ENV_PREFIX, Settings
 from ..configuration.parse import Option, Parser, duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
-from ..workers.processes.run_files import run_directory_parents, stores_here
+from ..machine.agents_here import run_directory_parents, stores_here
 from .command import opened, run_command, world_of
 
 LOOK_S = 0.2

@@ -32,9 +32,9 @@ from ..configuration.rendezvous import (
     STANDALONE,
     RendezvousConfig,
 )
+from ..machine.agents_here import agents_here, run_directory_parents
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, JobSource, StoreSource
-from ..workers.processes.run_files import agents_here, run_directory_parents
 from .command import columns, printable, run_command
 
 _USAGE = """\

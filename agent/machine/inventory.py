@@ -28,7 +28,7 @@ from ..configuration.config import Command, Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
 from ..workers.processes.helper import job_python
-from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
+from .agents_here import MAX_PARENT_BYTES, run_directory_parent
 from .devices import (
     CURRENT,
     Inventory,

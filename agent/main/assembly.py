@@ -31,9 +31,9 @@ from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import NO_FILES, Config, LogConfig
-from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine
 from ..machine.network import Network
+from ..machine.nvml import GpuHealth, GpuMemory
 from ..observability.observer import Observer
 from ..observability.status import NodeState
 from ..output.console import Console

@@ -35,10 +35,16 @@ from ..common.events import unless_stopped
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
-from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
+from ..machine.agents_here import (
+    RUN_DIR_PREFIX,
+    announce,
+    keep_from_tmpfiles,
+    run_directory_parent,
+)
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
+from ..machine.nvml import GpuHealth, GpuMemory, NvmlReader
 from ..observability.observer import Observer
 from ..observability.page import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board, read_page
 from ..observability.sources import AgentsSource
@@ -58,12 +64,6 @@ from ..workers.evidence import EvidenceKeeper
 from ..workers.generation import Processes
 from ..workers.hang_detector import ActivityReader
 from ..workers.processes.guard import Guard
-from ..workers.processes.run_files import (
-    RUN_DIR_PREFIX,
-    announce,
-    keep_from_tmpfiles,
-    run_directory_parent,
-)
 from ..workers.processes.spares import WorkerStore
 from ..workers.processes.workers import WorkerGroup
 from ..workers.supervisor import Supervisor

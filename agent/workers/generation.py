@@ -21,7 +21,7 @@ from ...rendezvous.records import Failure, World
 from ...rendezvous.text import counted, shortened
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
-from ..machine.gpus import GpuHealth
+from ..machine.nvml import GpuHealth
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import WorkerAnswers
 from ..rendezvous_io.worker_links import PaceWatch, WorkerLinks, WorkerPages

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
+from elastic_agent.agent.machine.nvml import GpuHealth, NvmlReader
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 

@@ -15,8 +15,8 @@ from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.configuration.config import Command, Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.agent.machine.inventory import inspect_machine
+from elastic_agent.agent.machine.nvml import GpuHealth, NvmlReader
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.output.journal import Journal

@@ -80,8 +80,7 @@ workers: common output configuration checkpoints machine rendezvous_io workers/p
     observability
 main: common output configuration workers/processes machine checkpoints \
     rendezvous_io observability workers
-commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
-    observability main
+commands: common output configuration workers/processes machine rendezvous_io observability main
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/processes rendezvous_io main commands
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.gpus import FIRST_S, GpuMemory, NvmlReader
+from elastic_agent.agent.machine.nvml import FIRST_S, GpuMemory, NvmlReader
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 
@@ -204,7 +204,7 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from elastic_agent.agent.common.events import IoThread
-from elastic_agent.agent.machine.gpus import NvmlReader
+from elastic_agent.agent.machine.nvml import NvmlReader
 reader = NvmlReader([{ONE!r}], os.environ, IoThread(), print)
 reader.start()
 print(reader.pids[0], flush=True)

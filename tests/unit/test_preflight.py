@@ -12,8 +12,8 @@ from elastic_agent.agent.common import folders
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Command, Config, ConfigError, LogConfig, Problem
 from elastic_agent.agent.machine import inventory
+from elastic_agent.agent.machine.agents_here import run_directory_parent
 from elastic_agent.agent.machine.inventory import check_resources, check_target
-from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 
 SCRIPT = Command("script", "train.py")
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import pytest
 
+from elastic_agent.agent.machine import agents_here
 from elastic_agent.agent.observability import status as pages
-from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.pool import records as pool_records
 from elastic_agent.rendezvous import records
 
@@ -31,7 +31,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
     ),
     "pool": (pool_records.SCHEMA, (pool_records.Plan, *pool_records.RECORDS.values())),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
-    "run file": (run_files.SCHEMA, (run_files.RunFile,)),
+    "run file": (agents_here.SCHEMA, (agents_here.RunFile,)),
 }
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.processes.run_files import (
+from elastic_agent.agent.machine.agents_here import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
@@ -165,10 +165,10 @@ def test_a_service_has_its_run_directory_where_others_find_it(
     monkeypatch.setenv("TMPDIR", "/")
     for given in ({}, {"RUNTIME_DIRECTORY": ""}, {"RUNTIME_DIRECTORY": "/run/none"}):
         assert run_directory_parent(given) == "/"
-    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)))
-    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.SERVICES", tmp_path)
+    monkeypatch.setattr("elastic_agent.agent.machine.agents_here.MAX_PARENT_BYTES", len(str(own)))
+    monkeypatch.setattr("elastic_agent.agent.machine.agents_here.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert run_directory_parent({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in run_directory_parents()
-    monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)) - 1)
+    monkeypatch.setattr("elastic_agent.agent.machine.agents_here.MAX_PARENT_BYTES", len(str(own)) - 1)
     assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/", "no socket would fit below"

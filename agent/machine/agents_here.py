@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ....codec import Document, Invalid, shown
-from ....rendezvous.records import Endpoint
-from ....rendezvous.text import clean
-from ...common.folders import SERVICES, temporary_places, try_out
-from ...configuration.parse import OptionSource
-from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
+from ...codec import Document, Invalid, shown
+from ...rendezvous.records import Endpoint
+from ...rendezvous.text import clean
+from ..common.folders import SERVICES, temporary_places, try_out
+from ..configuration.parse import OptionSource
+from ..configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
 
 log = logging.getLogger(__name__)
 
