@@ -71,10 +71,6 @@ _NO_NODE = "no other node stays or comes, let one stay until another has joined"
 RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=0.4)
 
 
-Key = tuple[str, str, tuple[int, int]]
-"""Of a copy: folder, slot and version."""
-
-
 class OutOfTime(Exception):
     """The time for it is over."""
 
@@ -101,10 +97,7 @@ class Handover:
         self._cut = threading.Event()
         self._deadline, self._latest = 0.0, math.inf
         self._links: dict[str, Link] = {}
-        self._left: tuple[Left, ...] | None = None
-        """None: there was no `run`."""
-        self._brought: dict[Key, str] = {}
-        """The node that has taken it, in any `run`."""
+        self._left: tuple[Left, ...] = ()
         self._sent_bytes = 0
 
     def begin(self, world: World, deadline: float, done: Callable[[], None], *, kept: bool) -> None:
@@ -125,41 +118,30 @@ class Handover:
         self._latest = deadline
 
     def run(self, world: World, deadline: float, *, kept: bool) -> None:
-        """This node leaves `world`; it may run again, and sends nothing twice. `deadline` is on the clock.
+        """This node leaves `world`. Once. `deadline` is on the clock.
 
-        `kept`: this node has the state after the last step that all have done. A run without time, or without an answer
-        of the store, leaves what the one before has found.
+        `kept`: this node has the state after the last step that all have done.
         """
-        self._deadline, self._sent_bytes, before = deadline, 0, self._left
-        if before is not None and self._is_over():
-            return
+        self._deadline = deadline
         copies = tuple(self._copies())
         # Shards never wait until it is known who keeps a state that is the same on all ranks.
         shards = tuple(copy for copy in copies if copy.folder.local_rank is not None)
         states = tuple(copy for copy in copies if copy.folder.local_rank is None)
         try:
             self._left = tuple(
-                left
-                for some in (shards, states)
-                if some
-                for left in self._hand_over(world, some, before, kept=kept)
+                left for some in (shards, states) if some for left in self._hand_over(world, some, kept=kept)
             )
         finally:
             for link in self._links.values():
                 link.close()
             self._links.clear()
 
-    def _hand_over(
-        self, world: World, copies: Sequence[FoundCopy], before: Sequence[Left] | None, *, kept: bool
-    ) -> Sequence[Left]:
-        """Those of these copies that no other node has taken; `before`: in the `run` before this one."""
+    def _hand_over(self, world: World, copies: Sequence[FoundCopy], *, kept: bool) -> Sequence[Left]:
+        """Those of these copies that no other node has taken."""
         began, sent_before = self._clock(), self._sent_bytes
         try:
             seen = self._others(world, copies, kept=kept)
         except (StoreError, RecordInvalid, OutOfTime) as error:
-            folders = {copy.folder for copy in copies}
-            if before is not None:
-                return [left for left in before if left.copy.folder in folders]
             # A replica's own node hands over the same, or has it.
             own = [copy for copy in copies if not copy.folder.origin]
             return [Left(task.copy, str(error), True) for task in tasks(own, {}, Others(()), kept=kept)]
@@ -173,11 +155,7 @@ class Handover:
                 self._sent_bytes - sent_before,
                 self._clock() - began,
             )
-        return [
-            Left(task.copy, reason, bool(task.takers))
-            for task, reason in reasons
-            if reason and not self._was_brought(task)
-        ]
+        return [Left(task.copy, reason, bool(task.takers)) for task, reason in reasons if reason]
 
     # ---------------------------------------------------------------- what there is
 
@@ -239,7 +217,6 @@ class Handover:
                 try:
                     with CopyReader(self._memory, copy.folder, copy.slot, copy.header.version) as reader:
                         sender.push(self._link(peer), reader)
-                    self._brought[_key(copy)] = peer.node
                     return ""
                 except CopyGone as error:
                     return str(error)
@@ -256,10 +233,6 @@ class Handover:
                 with contextlib.suppress(OutOfTime):
                     self._wait(RETRY.wait_s(attempt, rng), reason)
         return reason
-
-    def _was_brought(self, task: Task) -> bool:
-        """By a `run` before, to a node that still goes on."""
-        return self._brought.get(_key(task.copy)) in {peer.node for peer in task.takers}
 
     def _link(self, peer: Peer) -> Link:
         """Raises OSError."""
@@ -289,12 +262,12 @@ class Handover:
     # ---------------------------------------------------------------- what is lost
 
     def report_lost(self) -> None:
-        """Of all runs. Where no node goes on, only the disk writer says what becomes of a state of all ranks."""
+        """Where no node goes on, only the disk writer says what becomes of a state of all ranks."""
         paths = {
             SlotFolder.of(order.directory).directory: order.directory for order in kept_orders(self._memory)
         }
         shards: dict[tuple[str, tuple[int, int]], list[Left]] = {}
-        for left in self._left or ():
+        for left in self._left:
             if left.copy.header.shards is not None:
                 shards.setdefault((left.copy.folder.directory, left.copy.header.version), []).append(left)
             elif left.taker:
@@ -326,10 +299,6 @@ def _log_lost(lost: Sequence[Left], path: str) -> None:
         "checkpoint directory%s",
         "s" * (len(ranks) > 1), ", ".join(map(str, ranks)), step, generation, lost[0].reason, path and f" {path}",
     )  # fmt: skip
-
-
-def _key(copy: FoundCopy) -> Key:
-    return copy.folder.name, copy.slot, copy.header.version
 
 
 def _oldest_first(entries: Sequence[Entry]) -> list[Entry]:

@@ -161,10 +161,10 @@ def last_save_s(grace_s: float, *, rescues: bool) -> float:
 def last_saves_s(
     now: float, grace_s: float, *, rescues: bool, handing_since: float = math.inf, saved_by: float = math.inf
 ) -> float:
-    """How long a handover may take from `now` on, or the last saves after it with another handover after them: they
-    share the time of one last save that rescues.
+    """How long a handover may take from `now` on, or the last saves after it: they share the time of one last save that
+    rescues.
 
-    `handing_since` is when the first handover began, if there was one; by `saved_by` this machine goes away.
+    `handing_since` is when the handover began, if there was one; by `saved_by` this machine goes away.
     """
     shared_s = handing_since + last_save_s(grace_s, rescues=True) - now
     own_s = last_save_s(grace_s, rescues=rescues)

@@ -91,8 +91,6 @@ class Handing:
     handover: Handover
     since: float
     """The last saves have the rest of that time; infinite: it began with them."""
-    generation: int
-    """After whose end it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +305,7 @@ class Loop:
         if server is None or world is None:
             participant.handed_over()
             return
-        handing = self._handing = Handing(server.new_handover(), now, world.generation)
+        handing = self._handing = Handing(server.new_handover(), now)
         within_s = self._last_saves_s(now, rescues=True)
         kept = participant.has(Condition.STATE_SAVED, world.generation)
         handing.handover.begin(
@@ -329,24 +327,21 @@ class Loop:
         self._agent.disk_writer.departing = True
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
-        now = self._clock()
+        now, server = self._clock(), self._agent.memory_server
+        late: Callable[[], None] | None = None
         within_s = round(self._last_saves_s(now, rescues=rescues), 1)
-        deadline = now + within_s
-        server = self._agent.memory_server
-        # Since then nodes may have come, or nodes that had received the copies may have gone.
-        again = world if world is not None and self._participant.leaves_memory(world.generation) else None
-        if again is not None and self._handing is None and server is not None:
-            self._handing = Handing(server.new_handover(), math.inf, again.generation)
+        leaves = world is not None and self._participant.leaves_memory(world.generation)
+        if self._handing is None and server is not None and world is not None and leaves:
+            self._handing = Handing(server.new_handover(), math.inf)
+            kept = self._participant.has(Condition.STATE_SAVED, world.generation)
+            late = partial(self._handing.handover.run, world, now + within_s, kept=kept)
         handing = self._handing
-        if again is not None and handing is not None and again.generation > handing.generation:
-            again = None
-        kept = again is not None and self._participant.has(Condition.STATE_SAVED, again.generation)
 
         def finish() -> None:
             lost = self._agent.disk_writer.finish(within_s)
+            if late is not None:
+                late()
             if handing is not None:
-                if again is not None:
-                    handing.handover.run(again, deadline, kept=kept)
                 handing.handover.report_lost()
             self._events.put(partial(self._saves_finished, lost))
 

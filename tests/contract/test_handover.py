@@ -399,8 +399,6 @@ def test_a_store_that_does_not_answer_is_asked_again(
     found = job.leave("a")
     assert lost(job, found, caplog) == []
     assert b.replica("a", 7) == data
-    found.run(job.world, time.monotonic() + 0.2, kept=True)
-    assert lost(job, found, caplog) == [], "it was brought before"
     [line] = lost(job, job.leave("a", within_s=0.2), caplog)
     assert line.startswith(f"{LOST}: the store gives no answer, no answer. Nodes that go on begin")
 
@@ -438,34 +436,6 @@ def test_whether_a_state_of_all_ranks_is_on_disk_is_for_the_disk_writer_to_say(
     assert line.startswith(
         "the state after step 7 of generation 1 was handed over to no other node: the time for that was over, raise"
     )
-
-
-def test_what_was_brought_is_not_lost_where_a_second_run_has_no_time(
-    job: Nodes, caplog: pytest.LogCaptureFixture
-) -> None:
-    a, _b = job.make("ab")
-    shards(a, 7, 0)
-    job.asked_to_leave("a")
-    found = job.leave("a")
-    found.run(job.world, time.monotonic(), kept=True)
-    assert lost(job, found, caplog) == []
-
-
-def test_what_was_brought_is_not_lost_where_the_time_of_a_second_run_ends(
-    job: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, _b, _c = job.make("abc")
-    shards(a, 7, 0)
-    job.asked_to_leave("a")
-    found = job.leave("a")
-    taker = next(iter(found._brought.values()))
-    monkeypatch.setattr(found, "_acked", lambda *_: found.cut() or {})
-    found.run(job.world, time.monotonic() + LONG_S, kept=True)
-    assert lost(job, found, caplog) == []
-    monkeypatch.setattr(found, "_cut", threading.Event())
-    job.asked_to_leave(f"a{taker}")  # it takes along what it was brought
-    found.run(job.world, time.monotonic() + LONG_S, kept=True)
-    assert len(lost(job, found, caplog)) == 1
 
 
 @pytest.mark.parametrize("method", ["run", "start"])
