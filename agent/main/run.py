@@ -45,8 +45,8 @@ from ..machine.inventory import Machine, needs_of
 from ..machine.network import NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
 from ..machine.nvml import GpuHealth, GpuMemory, NvmlReader
+from ..observability.job_report import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board, read_page
 from ..observability.observer import Observer
-from ..observability.page import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board, read_page
 from ..observability.sources import AgentsSource
 from ..observability.status import JOB_PATH, STATUS_PATH, NodeState
 from ..output.console import take as take_console

@@ -2,24 +2,43 @@
 
 A pure function of the answers of a source and of the nodes, and one plain form in JSON (`docs/status.md`). Ages are
 counted by the node that knows them.
+
+The page itself is one HTML file that loads nothing else. Its content security policy allows only the file's own script
+and style, by their digests, and connections to the agent that served it. Texts of other nodes are inserted as text,
+never as markup: the script does so, and the policy enforces it (trusted types). Even injected markup could neither run
+nor send anything. It asks every few seconds for the journal's events and for this report.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from ...health import stragglers
+from ...health.http import JSON, TEXT, Page, PageRequest
 from ...health.stragglers import PaceComparison, Straggler
 from ...rendezvous.coordinator import exclusions
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.messages import Exclusion, differences
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ...rendezvous.text import shortened
+from ..common.exits import CannotDo
+from ..output.journal import EVENT, Journal
+from ..output.journal import SCHEMA as EVENTS_SCHEMA
+from ..output.masking import masked
 from .sources import AT_ONCE, FoundJob, JobSource, NodeAnswer, Unreachable, ask_nodes
-from .status import Checkpoint, NodeStatus
+from .status import Checkpoint, NodeState, NodeStatus
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 3
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -340,3 +359,119 @@ def _other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
     for node in nodes:
         if others := "; ".join(differences(node.limits, node.program, world.limits, world.program)):
             yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"
+
+
+# --- The page
+
+PAGE_PATH = "/"
+FILE = Path(__file__).with_name("page.html")
+_PART = {name: re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("script", "style")}
+
+
+def policy(html: str) -> str:
+    """The content security policy of this page."""
+
+    def digests(name: str) -> str:
+        parts = (hashlib.sha256(part.encode()).digest() for part in _PART[name].findall(html))
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in parts)
+
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {digests('script')}",
+            f"style-src {digests('style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+def read_page() -> Page:
+    html = FILE.read_text(encoding="utf-8")
+    headers = (
+        ("Content-Security-Policy", policy(html)),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cache-Control", "no-store"),
+    )
+    return Page(HTTPStatus.OK, "text/html; charset=utf-8", html.encode(), headers)
+
+
+OVERVIEW_PATH = "/overview"
+OVERVIEW_SCHEMA = 3
+LOOKS_WITHIN_S = 2.0
+"""How long other nodes may take to answer for the page."""
+ASKS_AT_ONCE = 16
+MOST_EVENTS = 500
+"""The most events in one answer."""
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+class Board:
+    """What the page asks for: the journal's events, and the state of the job, read as `elastic-agent status` does.
+
+    It is read when it is asked for: while no page is open, it costs nothing. For any thread.
+    """
+
+    def __init__(self, journal: Journal, about: dict[str, str], node: NodeState, source: JobSource) -> None:
+        """`about`: job, node, incarnation and version of this agent."""
+        self._journal = journal
+        self._about = about
+        self._node = node
+        self._source = source
+
+    def events(self, request: PageRequest) -> Page:
+        """`/events?since=N`: the events with a number above N, at most `MOST_EVENTS`."""
+        since = request.query.get("since", "0")
+        if not _NUMBER.fullmatch(since):
+            text = f"since is {since[:80]!r}, expected a whole number: that of the last event that you have\n"
+            return Page(HTTPStatus.BAD_REQUEST, TEXT, text.encode(errors="replace"))
+        found = self._journal.since(int(since), MOST_EVENTS)
+        head = json.dumps({"schema": EVENTS_SCHEMA, **self._about, "newest": self._journal.newest})
+        body = ",".join(EVENT.encode(event) for event in found)
+        return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
+
+    def overview(self, _: PageRequest) -> Page:
+        """`/overview`: the state of the job, and what this node has of it alone. It may take as long as other nodes
+        do."""
+        job, problem = self.look()
+        document = {
+            "schema": OVERVIEW_SCHEMA,
+            "at": round(self._node.wall_clock(), 3),
+            "problem": problem,
+            "rates": self._node.rate.read(self._node.clock()),
+            "failure": self._failure(),
+            "job": as_json(job),
+        }
+        return Page(HTTPStatus.OK, JSON, json.dumps(document, separators=(",", ":")).encode())
+
+    def look(self) -> tuple[JobReport | None, str]:
+        """The job, or why it cannot be seen, which is shown on the page."""
+        try:
+            return look(self._source, LOOKS_WITHIN_S, ASKS_AT_ONCE)[0], ""
+        except CannotDo as nothing:
+            return None, str(nothing)
+        except Exception as error:
+            log.exception("the state of the job cannot be shown")
+            return None, f"the agent could not look: {error!r}"
+
+    def _failure(self) -> dict[str, Any] | None:
+        failure, secrets = self._node.failure, self._node.secrets
+        if failure is None:
+            return None
+        return {
+            "generation": failure.generation,
+            "summary": masked(failure.summary, secrets),
+            "cause": failure.cause,
+            "rank": failure.rank,
+            "node": failure.node,
+            "traceback": masked(failure.traceback or "", secrets),
+            "log_tail": masked("\n".join(failure.log_tail), secrets),
+            "log_file": failure.log_file,
+        }

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from elastic_agent.agent.observability.job_report import CauseReport, JobReport
-from elastic_agent.agent.observability.page import (
+from elastic_agent.agent.observability.job_report import (
     MOST_EVENTS,
     OVERVIEW_PATH,
     PAGE_PATH,
     Board,
+    CauseReport,
+    JobReport,
     read_page,
 )
 from elastic_agent.agent.observability.sources import AgentsSource

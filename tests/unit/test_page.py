@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
-from elastic_agent.agent.observability.job_report import JobReport, as_json, report
-from elastic_agent.agent.observability.page import (
+from elastic_agent.agent.observability.job_report import (
     MOST_EVENTS,
     Board,
+    JobReport,
+    as_json,
     read_page,
+    report,
 )
 from elastic_agent.agent.observability.sources import FoundJob, JobSource
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState, StepRate
