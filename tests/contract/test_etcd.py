@@ -30,36 +30,14 @@ from elastic_agent.rendezvous.etcd.access import Address, handshake_problem
 from elastic_agent.rendezvous.etcd.channel import TXN, Channel
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.node.transactions import RETRY
-from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Put, Subscription, Watch
+from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Subscription, Watch
 from elastic_agent.rendezvous.store.store_kind import Login, Tls
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_access, etcd_cluster, make_certificates
+from tests.patience import PATIENCE_S, eventually, in_thread, next_changes, persist, put
 from tests.recorder import Recorder
 
-PATIENCE_S = 30.0
 LONG_TTL_S = 300.0
 """Where a test is not about deadlines: a call then has a minute."""
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.02)
-
-
-def put(store: EtcdStore, key: str, value: str = "") -> int:
-    return store.transact((), (Put(key, value),)).revision
-
-
-def persist(call: Callable[[], object]) -> object:
-    """Until it is answered."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return call()
-        except StoreUnavailable:
-            assert time.monotonic() < deadline, f"no answer within {PATIENCE_S} s"
-            time.sleep(0.02)
 
 
 def channel_of(store: EtcdStore) -> Channel:
@@ -73,16 +51,6 @@ def connected(cluster: EtcdCluster, store: EtcdStore) -> int:
 def cut(store: EtcdStore) -> None:
     """As if the member in use had answered with an error."""
     store._connection.fail_over(channel_of(store), "cut by a test")
-
-
-def next_changes(watch: Watch) -> list[Change]:
-    found: list[Change] = []
-    deadline = time.monotonic() + PATIENCE_S
-    while not found and time.monotonic() < deadline:
-        with contextlib.suppress(StoreUnavailable):
-            found.extend(watch.next(deadline - time.monotonic()))
-    assert found, f"no change within {PATIENCE_S} s"
-    return found
 
 
 Connect = Callable[..., EtcdStore]
@@ -234,19 +202,6 @@ def test_without_a_quorum_calls_say_so_and_all_goes_on_when_it_is_back(
     traffic.finish()
 
 
-def test_a_single_member_that_restarts_with_its_data_is_used_again(
-    single: EtcdCluster, connect: Connect
-) -> None:
-    store = connect(single, ttl_s=5.0)
-    lease, traffic = store.grant(60.0), Traffic(store)
-    traffic.more()
-    single.kill(0)
-    single.launch(0)
-    persist(lambda: store.keep_alive(lease))
-    traffic.finish()
-    assert traffic.interrupted, "the watch was never cut"
-
-
 def test_one_failure_costs_one_channel_however_many_threads_see_it(
     three: EtcdCluster, connect: Connect
 ) -> None:
@@ -262,15 +217,18 @@ def test_one_failure_costs_one_channel_however_many_threads_see_it(
         cut(store)
     store._connection._made = counted  # type: ignore[assignment,method-assign]
     three.freeze(connected(three, store))
-    threads = [threading.Thread(target=persist, args=(lambda: store.read(("",)),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    for ended in [in_thread(lambda: persist(lambda: store.read(("",)))) for _ in range(8)]:
+        ended()
     assert len(made) == 1
 
 
+def watch_threads() -> set[threading.Thread]:
+    """Also those of other tests' watches, which nobody has closed."""
+    return {thread for thread in threading.enumerate() if thread.name == "etcd-watch"}
+
+
 def test_moving_from_member_to_member_leaves_no_threads_behind(three: EtcdCluster, connect: Connect) -> None:
+    others = watch_threads()
     store = connect(three)
     watch = store.watch(("k",), store.read(()).revision)
     assert watch.next(0.05) == ()
@@ -281,10 +239,7 @@ def test_moving_from_member_to_member_leaves_no_threads_behind(three: EtcdCluste
         assert next_changes(watch)
     eventually(lambda: threading.active_count() <= before, "the threads of the old channels end")
     store.close()
-    eventually(
-        lambda: not any(thread.name == "etcd-watch" for thread in threading.enumerate()),
-        "the watch's thread ends",
-    )
+    eventually(lambda: watch_threads() <= others, "the watch's thread ends")
 
 
 def test_while_every_member_is_away_the_agents_threads_hardly_use_the_processor(
@@ -316,10 +271,11 @@ def test_while_every_member_is_away_the_agents_threads_hardly_use_the_processor(
 
 
 def test_a_watch_that_has_nothing_to_tell_wakes_nobody(single: EtcdCluster, connect: Connect) -> None:
+    others = watch_threads()
     store = connect(single)
     watch = store.watch(("quiet",), store.read(()).revision)
     assert watch.next(0.1) == ()
-    [reader] = [thread for thread in threading.enumerate() if thread.name == "etcd-watch"]
+    [reader] = watch_threads() - others
     before = times_woken(reader)
     threading.Event().wait(2.0)
     assert times_woken(reader) - before <= 4, "gRPC's own way would be twenty"
@@ -333,21 +289,11 @@ def times_woken(thread: threading.Thread) -> int:
 def test_closing_ends_calls_that_wait_for_an_answer(single: EtcdCluster, connect: Connect) -> None:
     store = connect(single)
     single.freeze(0)
-    ended: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            store.read(("",))
-        except StoreError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    eventually(lambda: thread.is_alive(), "it waits")
+    outcome = in_thread(lambda: store.read(("",)))
+    time.sleep(0.1)  # it waits
     store.close()
-    thread.join(PATIENCE_S)
+    assert isinstance(outcome(), StoreClosed)
     single.thaw(0)
-    assert [type(error) for error in ended] == [StoreClosed]
 
 
 # Forgotten history
@@ -681,11 +627,8 @@ def test_an_expired_token_is_renewed_once_for_all_threads(locked: EtcdCluster, c
 
     store._connection._authenticate = counted  # type: ignore[method-assign]
     watch = store.watch(("k",), store.read(()).revision)
-    threads = [threading.Thread(target=put, args=(store, "k", str(n))) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    for ended in [in_thread(lambda: put(store, "k")) for _ in range(6)]:
+        ended()
     assert next_changes(watch)
     assert asked.count("store") == 1
 

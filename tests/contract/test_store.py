@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,7 @@ from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
 from elastic_agent.rendezvous.store.memory import MEMORY, MemoryStore
 from elastic_agent.rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
 from tests.etcd_servers import EtcdCluster, etcd_access
-
-PATIENCE_S = 20.0
+from tests.patience import PATIENCE_S, in_thread, next_changes, put
 
 
 @dataclass
@@ -174,25 +174,6 @@ def at(kind: Kind) -> Callable[[str], str]:
     return lambda key: kind.prefix + key
 
 
-def put(store: Store, key: str, value: str = "", lease: int | None = None) -> int:
-    return store.transact((), (Put(key, value, lease),)).revision
-
-
-def next_changes(watch: Watch) -> tuple[Change, ...]:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        changes = watch.next(deadline - time.monotonic())
-        if changes:
-            return changes
-    raise AssertionError(f"no change within {PATIENCE_S} s")
-
-
-def in_thread(work: Callable[..., object], *args: object) -> threading.Thread:
-    thread = threading.Thread(target=work, args=args)
-    thread.start()
-    return thread
-
-
 # Transactions
 
 
@@ -288,9 +269,8 @@ def test_of_racing_writers_exactly_one_wins_each_revision(kind: Kind) -> None:
                     break
 
     stores = [kind.connect() for _ in range(writers)]
-    threads = [in_thread(race, writer, mine) for writer, mine in enumerate(stores)]
-    for thread in threads:
-        thread.join(PATIENCE_S * 2)
+    for ended in [in_thread(partial(race, writer, mine)) for writer, mine in enumerate(stores)]:
+        ended()
     assert stores[0].read((key,)).entries[0].value == str(writers * rounds)
     assert len({revision for _, revision in won}) == len(won) == writers * rounds
 
@@ -457,10 +437,10 @@ def test_a_watch_among_concurrent_writers_loses_and_doubles_nothing(kind: Kind) 
         for n in range(writes):
             put(mine, f"{kind.prefix}{name}/{n}")
 
-    threads = [in_thread(follow, watch, into) for watch, into in zip(watches, seen, strict=True)]
-    threads += [in_thread(write, name, kind.connect()) for name in range(writers)]
-    for thread in threads:
-        thread.join(PATIENCE_S * 2)
+    working = [in_thread(partial(follow, watch, into)) for watch, into in zip(watches, seen, strict=True)]
+    working += [in_thread(partial(write, name, kind.connect())) for name in range(writers)]
+    for ended in working:
+        ended()
     wanted = {f"{kind.prefix}{name}/{n}" for name in range(writers) for n in range(writes)}
     for changes in seen:
         assert {change.key for change in changes} == wanted
@@ -492,11 +472,9 @@ def test_a_change_ends_the_wait_of_a_watch_long_before_its_timeout(
     store: Store, at: Callable[[str], str]
 ) -> None:
     watch = store.watch((at(""),), store.read(()).revision)
-    got: list[tuple[Change, ...]] = []
-    thread = in_thread(lambda: got.append(watch.next(3600.0)))
+    told = in_thread(lambda: [change.key for change in watch.next(3600.0)])
     put(store, at("k"))
-    thread.join(PATIENCE_S)
-    assert [change.key for changes in got for change in changes] == [at("k")]
+    assert told() == [at("k")]
 
 
 def test_a_watch_from_a_forgotten_revision_is_told_to_read_again(
@@ -529,22 +507,18 @@ def test_a_watch_is_not_compacted_by_changes_it_did_not_ask_for(
 @pytest.mark.parametrize("what", ["watch", "store"])
 def test_closing_from_another_thread_ends_a_blocked_watch(closable: Store, what: str) -> None:
     watch = closable.watch(("mine",), closable.read(()).revision)
-    began, ended = threading.Event(), []
+    began = threading.Event()
 
     def follow() -> None:
-        try:
-            assert watch.next(0.05) == ()
-            began.set()
-            watch.next(3600.0)
-        except StoreClosed:
-            ended.append(True)
+        assert watch.next(0.05) == ()
+        began.set()
+        watch.next(3600.0)
 
-    thread = in_thread(follow)
+    outcome = in_thread(follow)
     assert began.wait(PATIENCE_S)
     for _ in range(2):
         (watch if what == "watch" else closable).close()
-    thread.join(PATIENCE_S)
-    assert ended == [True]
+    assert isinstance(outcome(), StoreClosed)
     with pytest.raises(StoreClosed):
         watch.next(0.0)
     closable.close()
