@@ -123,7 +123,7 @@ def test_workers_outlive_the_fork_server_and_another_one_takes_its_place(
     waiting, first = idle(agent), agent.preloaded
     read, write = os.pipe()
     lives = str(script(tmp_path, "print(input())"))
-    start = BecomeWorker("script", lives, (), dict(os.environ), os.getcwd(), "", "", ())
+    start = BecomeWorker("script", lives, (), dict(os.environ), os.getcwd(), "", ())
     words, said = os.pipe()
     spare = agent.hand_out(start, [read, said, 2])
     os.close(read)
@@ -279,7 +279,7 @@ with adopting():
     pids = [child.pid for child in psutil.Process().children()]
     read, write = os.pipe()
     start = BecomeWorker("script", {str(script(tmp_path, "import time; print(flush=True); time.sleep(600)"))!r},
-        (), dict(os.environ), os.getcwd(), "", "", ())
+        (), dict(os.environ), os.getcwd(), "", ())
     keeper.hand_out(start, [0, write, write])
     os.read(read, 1)
     print(*pids, flush=True)

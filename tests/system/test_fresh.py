@@ -94,7 +94,7 @@ class Bench:
         words = ["-m", case.module] if case.module else ["train.py"]
         cold = tuple(tied([sys.executable, "-u", *words, *case.args]))
         kind, target = ("module", case.module) if case.module else ("script", "train.py")
-        return BecomeWorker(kind, target, case.args, environment, str(self.folder), "", "", cold)  # type: ignore[arg-type]
+        return BecomeWorker(kind, target, case.args, environment, str(self.folder), "", cold)  # type: ignore[arg-type]
 
     def _signal(self, case: Case, pid: int) -> None:
         if case.signal is None:

@@ -23,7 +23,7 @@ from elastic_agent.agent.workers.processes.spare_wire import (
 from elastic_agent.codec import Invalid
 
 START = BecomeWorker(
-    "script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work", "0,1", "", ("python",)
+    "script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work", "0,1", ("python",)
 )
 
 

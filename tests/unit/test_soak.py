@@ -43,7 +43,7 @@ def test_what_may_be_lost_depends_on_what_ended_the_generation() -> None:
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 1}.__getitem__) == []
     assert mistakes(GOOD, {0: 0, 1: 1, 2: 0}.__getitem__) == ["generation 2 lost 1 steps: 9 to 9"]
     lost = {kind: most_lost(Fault(kind, "a", 6)) for kind in Kind}
-    nothing = (Kind.WORKER, Kind.SIGTERM, Kind.DRAIN, Kind.FULL)
+    nothing = (Kind.WORKER, Kind.SIGTERM, Kind.FULL)
     assert lost == {kind: 0 if kind in nothing else SAVE_EVERY for kind in Kind}
     assert most_lost(None) == SAVE_EVERY
 
