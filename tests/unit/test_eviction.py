@@ -245,3 +245,20 @@ def test_a_node_notices_that_another_writer_touched_its_record(
     touch(bench)
     bench.settle()
     assert b.part.incarnation == "b-1.1" or isinstance(b.order, Leave)
+
+
+def test_a_finding_that_comes_after_the_node_has_settled_is_ignored(bench: Bench) -> None:
+    a, b, c = bench.joined("a", "b", "c")
+    c.obedient = False
+    fail(b)
+    bench.settle()
+    bench.now += ASK_AFTER_S
+    (asked,) = a.part.probes(bench.now)
+    c.obedient = True
+    bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+    a.part.probes(bench.now)
+    a.part.probed(asked, ProbeFailure.REFUSED, bench.now, bench.now)
+    bench.settle()
+    assert "c" in bench.records()
+    assert a.generation == b.generation == c.generation == 3

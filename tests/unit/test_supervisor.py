@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.output.journal import EventKind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
 from elastic_agent.agent.workers.hang_detector import VERDICT_S
-from elastic_agent.health.hang_report import Urgency
+from elastic_agent.health.hang_report import HangFinding, HangProbe, Urgency
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
-from elastic_agent.rendezvous.records import Action
+from elastic_agent.rendezvous.records import Action, Failure, Phase
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
@@ -327,3 +329,23 @@ def test_a_folder_of_the_agent_that_was_removed_is_a_lack(tmp_path: Path) -> Non
     shutil.rmtree(folder)
     assert f"{folder} was removed" in node.start()
     assert node.turn()
+
+
+def test_the_verdict_that_ends_a_generation_is_in_the_journal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = hanging(tmp_path)
+    generation = node.supervisor._generation
+    assert generation is not None
+    found = HangProbe(2, finding=HangFinding.CERTAIN, why="rank 1 on node a is stopped", node="a", rank=1)
+    ended = replace(generation.world, phase=Phase.STOPPING, inquiry=found)
+    monkeypatch.setattr(type(node.participant), "world", property(lambda _: ended))
+    for _ in range(2):
+        node.supervisor.show_failure(Failure(1, "f", "hang: rank 1", cause="hang", node="a", rank=1))
+    events = node.supervisor._observer.journal.since(0, 99)
+    told = [
+        (one.kind, one.rank, one.about)
+        for one in events
+        if one.kind in (EventKind.VERDICT, EventKind.FAILURE)
+    ]
+    assert told == [(EventKind.VERDICT, 1, "a"), (EventKind.FAILURE, 1, "a")]
