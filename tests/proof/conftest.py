@@ -15,7 +15,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
-            for name, cell in report.user_properties:
+            # A file that could not be collected has none.
+            for name, cell in getattr(report, "user_properties", ()):
                 if name == CELL and found.get(tuple(cell)) != "FAILED":
                     found[tuple(cell)] = "ok" if outcome == "passed" else "FAILED"
     if not found:
