@@ -481,9 +481,9 @@ def test_the_store_of_a_check_is_not_the_jobs() -> None:
     port = listener.getsockname()[1]
     with contextlib.closing(C10dHost(listener, ADDRESS, check_of("job"))):
         with pytest.raises(StoreUnavailable, match="check --nodes` hosts a store of its own"):
-            C10dStore.connect(ADDRESS, port, "job", 0.5)
+            C10dStore.connect(ADDRESS, port, "job", 3.0)
         with pytest.raises(StoreMismatch):
-            C10dStore.connect(ADDRESS, port, "other", 0.5)
+            C10dStore.connect(ADDRESS, port, "other", PATIENCE_S)
         C10dStore.connect(ADDRESS, port, check_of("job"), PATIENCE_S).close()
 
 
