@@ -101,7 +101,7 @@ class Faulty(Scenario):
     BAD = "n1"
     LASTS_S = 5.0
     MENDED_AT = 32.0
-    LESS_THAN_S = 2.0
+    LESS_THAN_S = 2.5
     """From the failure that is one too many to the next world."""
 
     def __init__(

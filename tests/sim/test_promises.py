@@ -162,7 +162,7 @@ def test_a_coordinator_that_blames_no_newcomer_is_caught() -> None:
 
 
 def test_one_of_three_nodes_whose_workers_die_after_each_start_is_out_after_two_failures() -> None:
-    """And 2 s, in 100 of 100 chains; when it is mended it comes back, and not before."""
+    """And 2.5 s, in 100 of 100 chains; when it is mended it comes back, and not before."""
     for seed in range(100):
         Faulty(seed).play()
 

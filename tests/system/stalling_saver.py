@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.manifests import FileSum, Manifest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELASTIC_AGENT_GENERATION"])
@@ -51,7 +51,12 @@ def watch_publishing(folder: Path, where: str) -> None:
             record("stalled")
             wait_for(folder / "go")
 
-    def publish(self: CheckpointFiles, manifest: Manifest, may_change: Callable[[], None]) -> None:
+    def publish(
+        self: CheckpointFiles,
+        manifest: Manifest,
+        may_change: Callable[[], None],
+        listed: Mapping[str, FileSum],
+    ) -> None:
         stall("data-written")
 
         def with_the_grant_of_the_write() -> None:
@@ -59,7 +64,7 @@ def watch_publishing(folder: Path, where: str) -> None:
             may_change()
 
         try:
-            really_publish(self, manifest, with_the_grant_of_the_write)
+            really_publish(self, manifest, with_the_grant_of_the_write, listed)
         except Exception as error:
             record("not published", step=manifest.step, why=type(error).__name__)
             raise
