@@ -15,7 +15,7 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ..common.exits import CannotDo, ExitCode
-from ..configuration.config import CONFIG_FILE, HELP, ConfigError
+from ..configuration.config import ARGS, CONFIG_FILE, HELP, SCRIPT, ConfigError
 from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Option
 from ..configuration.rendezvous import RendezvousConfig
@@ -42,14 +42,16 @@ def run_command(
 ) -> int:
     """Returns what `work` does (None: done), or the code of why it has failed, which is said in one line.
 
-    The command `takes` a first word that is for `work` alone, like NODE, or [RUN] if it may be left out; else it is
-    empty. `options` are the command's own; one `of_store` has those of the rendezvous besides. `work` raises
-    ConfigError, CannotDo, StoreError and RecordInvalid.
+    The command `takes` a word that is for `work` alone, before or behind the options, like NODE; or [RUN], before them,
+    if it may be left out; else it is empty. `options` are the command's own; one `of_store` has those of the rendezvous
+    besides. `work` raises ConfigError, CannotDo, StoreError and RecordInvalid.
     """
     options = tuple(options)
     named = bool(takes and words) and not words[0].startswith("-")
     first, words = (words[0], words[1:]) if named else ("", words)
     command_line = read_argv(words, options)
+    if takes.isalpha() and not first and SCRIPT in command_line and not command_line[ARGS].value:
+        first = str(command_line.given.pop(SCRIPT.name).value)  # it stands behind the options
     if HELP in command_line:
         shown = [option.help_text() for option in (*options, *([CONFIG_FILE] if of_store else []))]
         print("\n".join([usage, *shown, "", *([STORE_OPTIONS] if of_store else []), EXIT_CODES]))

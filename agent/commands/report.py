@@ -86,7 +86,8 @@ class Report:
 
     run: str
     result: str
-    """Empty if no journal has one: the run goes on, or all of its agents were killed."""
+    """If no journal has one: stopped, if all agents have ended by themselves, as of a job of a pool that was cancelled;
+    else empty, as the run goes on, or its last agents were killed."""
     began_at: float
     ended_at: float
     """The time of the last account."""
@@ -118,27 +119,24 @@ class Report:
 
 def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report | None:
     """`journals` has one journal for each node. None: they say nothing of how time was spent."""
-    events: list[JobEvent] = []
-    intervals: list[Interval] = []
-    nodes = set()
-    for journal in journals:
-        for life in _lives(journal):
-            nodes.add(life[0].node)
-            intervals += intervals_of(life)
-            events += (event for event in life if event.kind in _KEPT)
+    of_nodes = [list(_lives(journal)) for journal in journals]
+    lives = [life for of_node in of_nodes for life in of_node]
+    intervals = [interval for life in lives for interval in intervals_of(life)]
     if not intervals:
         return None
-    events.sort(key=lambda event: event.at)
+    kept = (event for life in lives for event in life if event.kind in _KEPT)
+    events = sorted(kept, key=lambda event: event.at)
+    all_left = all(of_node[-1][-1].kind is EventKind.AGENT_ENDED for of_node in of_nodes if of_node)
     ends = [event for event in events if event.kind is EventKind.JOB_ENDED]
     end = min(max(one.ended_at for one in intervals), ends[-1].at if ends else math.inf)
     worlds = {event.generation: event for event in reversed(events) if event.kind is EventKind.WORLD}
     return Report(
         run,
-        ends[-1].cause if ends else "",
+        ends[-1].cause if ends else "stopped" if all_left else "",
         min(*(one.began_at for one in intervals), end),
         end,
         job_seconds(intervals, end),
-        len(nodes),
+        len({life[0].node for life in lives}),
         len(worlds),
         _troubles(worlds, events),
     )

@@ -134,6 +134,22 @@ def test_the_seconds_of_one_node_are_those_of_the_job_until_its_end() -> None:
     assert found.troubles == {("killed", "a"): 1}
 
 
+def test_a_run_that_all_nodes_have_left_is_stopped_and_one_of_which_a_node_is_silent_may_go_on() -> None:
+    """As a job of a pool that was cancelled: no world says so."""
+    a, b = Journal("a"), Journal("b")
+    for node in (a, b):
+        node.begin(0.0)
+        node.spend(productive=10.0)
+    a.note(EventKind.AGENT_ENDED, counts={"code": 143})
+    assert report(a, b).result == ""
+    b.note(EventKind.AGENT_ENDED, counts={"code": 143})
+    assert report(a, b).result == "stopped"
+    assert next(lines(report(a, b))).startswith("run job-1: stopped, ")
+    b.begin(20.0)
+    b.spend(productive=10.0)
+    assert report(a, b).result == ""
+
+
 def test_a_second_of_the_job_is_one_second_however_many_nodes_it_has() -> None:
     journals = []
     for name, stop in (("a", 1.0), ("b", 3.0)):
