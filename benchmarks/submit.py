@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure from `elastic-agent submit` to the first training step on a warm pool, next to a cold start of torchrun.
 
-A *run* starts the daemons of a pool, waits until they are idle, with their standbys ready, and submits `ddp_job.py`
+A *run* starts the daemons of a pool, waits until they are idle, with their spare agents ready, and submits `ddp_job.py`
 with two workers: on one node, or on two nodes with one each. It counts from the start of the command until the last
 worker has done its first step. torchrun is given the same script in the same minute, two of them for two nodes.
 
@@ -57,7 +57,7 @@ class Idle:
     store: str
     cpu_s: float
     daemon_mb: float
-    standby_mb: float
+    spare_mb: float
     preloaded_mb: float
     pss_mb: float
     """Of all of them, what they share counted once."""
@@ -166,7 +166,7 @@ class Pool:
 
 @contextmanager
 def daemons(folder: Path, nodes: int, *options: str) -> Iterator[Pool]:
-    """Its daemons are idle, and their standbys are ready."""
+    """Its daemons are idle, and their spare agents are ready."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("ELASTIC_AGENT_")}
     environment = {**inherited, "RUNTIME_DIRECTORY": str(folder)}
     log = folder / "daemons.log"
@@ -203,7 +203,7 @@ def elastic_agent(*words: str) -> list[str]:
 
 
 def wait_until_warm(pids: Sequence[int]) -> None:
-    """Each has a standby with a fork server, and none of them does anything."""
+    """Each has a spare agent with a fork server, and none of them does anything."""
     quiet, since = -1.0, time.monotonic()
 
     def warm() -> bool:
@@ -251,9 +251,9 @@ def idle(kind: str) -> Idle:
         before = sum(map(cpu_s, processes))
         time.sleep(IDLE_S)
         spent_s = (sum(map(cpu_s, processes)) - before) * 60 / IDLE_S
-        daemon, standby, *others = [memory_mb(one, "Rss") for one in processes]
+        daemon, spare, *others = [memory_mb(one, "Rss") for one in processes]
         shared = sum(memory_mb(one, "Pss") for one in processes)
-        return Idle(kind, spent_s, daemon, standby, sum(others), shared, load)
+        return Idle(kind, spent_s, daemon, spare, sum(others), shared, load)
 
 
 @contextmanager
@@ -307,7 +307,7 @@ def idle_table(runs: Sequence[Idle]) -> str:
         "goal",
         "daemon, MB",
         "goal",
-        "standby, MB",
+        "spare agent, MB",
         "preloaded, MB",
         "PSS of all, MB",
     ]
@@ -318,7 +318,7 @@ def idle_table(runs: Sequence[Idle]) -> str:
         def figures(name: str, of_kind: Sequence[Idle] = of_kind) -> str:
             return spread([getattr(run, name) for run in of_kind], {}, len(of_kind))
 
-        memory = [figures(name) for name in ("standby_mb", "preloaded_mb", "pss_mb")]
+        memory = [figures(name) for name in ("spare_mb", "preloaded_mb", "pss_mb")]
         rows.append([kind, figures("cpu_s"), f"{GOALS[kind]:g}", figures("daemon_mb"), f"{GOAL_MB}", *memory])
     return markdown(rows)
 

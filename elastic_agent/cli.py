@@ -51,7 +51,7 @@ COMMANDS = {
     "status": ("agent.commands.status:main", "how a job is, and why"),
     "exclude": ("agent.commands.control:exclude", "keep a node out of its job, without losing a step"),
     "readmit": ("agent.commands.control:readmit", "let an excluded node back into its job"),
-    "submit": ("pool.submit:submit", "put a job into the queue of a pool, of nodes without a script"),
+    "submit": ("pool.commands:submit", "put a job into the queue of a pool, of nodes without a script"),
     "jobs": ("pool.commands:jobs", "the jobs of a pool"),
     "wait": ("pool.commands:wait", "until a job of a pool has ended"),
     "logs": ("pool.commands:logs", "what a job of a pool prints, on all its nodes"),
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, prepared: PreparedProcess | None = N
         print("elastic-agent: the current folder was deleted: change to one that is there", file=sys.stderr)
         return ExitCode.BAD_CONFIG
     if words and words[0] == "--await-job":  # by a daemon, not by people
-        return _standby(*words[1:])
+        return _spare_agent(*words[1:])
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
         module, _, function = COMMANDS[words[0]][0].partition(":")
@@ -87,12 +87,12 @@ def main(argv: Sequence[str] | None = None, prepared: PreparedProcess | None = N
         return ExitCode.NOT_HERE
 
 
-def _standby(descriptor: str, preloads: str, store: str) -> int:
-    """Becomes the agent of a job when there is one, see `pool/standby.py`. `preloads` are words of --preload."""
+def _spare_agent(descriptor: str, preloads: str, store: str) -> int:
+    """Becomes the agent of a job when there is one, see `pool/job_agent.py`. `preloads` are words of --preload."""
     # Imported now: `main` imports these two when it knows that it needs them.
     from .agent.machine import inventory as inventory
     from .agent.main import run as run
-    from .pool.standby import await_job
+    from .pool.job_agent import await_job
 
     job = await_job(int(descriptor), preloads.split(","), store)
     if job is None:

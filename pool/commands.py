@@ -1,9 +1,5 @@
-"""`elastic-agent jobs`, `wait`, `logs` and `cancel`, and what all commands about a pool have in common: how they find
-it, read it, follow a job, and end.
-
-What a job prints is read from the daemons of its nodes, each of which has its own part; piece by piece, so that a
-daemon keeps nothing of who reads, and one that stalls holds nothing up. What cannot be read is said once, and the
-others are shown.
+"""`elastic-agent submit`, `jobs`, `wait`, `logs` and `cancel`: the commands about a pool, and what they have in common:
+how they find it, read it, follow a job, and end.
 """
 
 from __future__ import annotations
@@ -11,40 +7,64 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-from urllib.parse import urlencode
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from ..agent.commands.command import opened, pause, run_command
 from ..agent.common.exits import CannotDo, ExitCode
-from ..agent.common.http_client import NoAnswer, request
-from ..agent.configuration.config import TARGETS, ConfigError, Problem
-from ..agent.configuration.derive import resolve_pool
+from ..agent.configuration.config import (
+    ARGS,
+    CHECK_CONFIG,
+    HTTP_ADDRESS,
+    LOG_DIR,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NO_PYTHON,
+    NODE_ID,
+    NODES_MULTIPLE_OF,
+    OPTIONS,
+    PRINT_COMPLETION,
+    SCRIPT,
+    TARGETS,
+    VERSION,
+    ConfigError,
+    Problem,
+)
+from ..agent.configuration.derive import job_problems, resolve_pool
 from ..agent.configuration.load import Settings
-from ..agent.configuration.parse import YES_OR_NO, Option
-from ..rendezvous.errors import StoreRefused, StoreUnavailable
+from ..agent.configuration.parse import TEXT, YES_OR_NO, Option, Parser
+from ..agent.configuration.rendezvous import (
+    JOB_ID,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE_TTL,
+    NODE_RANK,
+    SLURM,
+    STANDALONE,
+)
+from ..rendezvous.errors import RecordInvalid, StoreRefused, StoreUnavailable
 from ..rendezvous.store.interface import Compare, Put, Store
 from ..rendezvous.text import counted
+from .job_agent import OF_THE_POOL
+from .logs import LogReader
 from .records import (
-    LOGS_PATH,
-    MOST_LOG_BYTES,
     NODES_PREFIX,
     PLAN_KEY,
     RESULTS_PREFIX,
     SCOPES,
-    Cancel,
     Job,
     JobResult,
     Outcome,
     Pool,
-    PoolNode,
     PoolView,
 )
 from .schedule import why_waiting
@@ -96,12 +116,12 @@ def find_job(view: PoolView, name: str) -> Job:
     jobs = view.jobs
     exact = [job for job in jobs if job.job == name]
     found = exact or [job for job in jobs if job.job.startswith(name) or job.name == name]
-    if len(found) == 1:
-        return found[0]
     if not found:
         raise CannotDo(ExitCode.NO_JOB, f"the pool has no job {name!r}: elastic-agent jobs lists them")
-    ids = ", ".join(job.job for job in found)
-    raise CannotDo(ExitCode.NO_JOB, f"{name!r} may be any of {ids}: write one of these")
+    if len(found) > 1:
+        ids = ", ".join(job.job for job in found)
+        raise CannotDo(ExitCode.NO_JOB, f"{name!r} may be any of {ids}: write one of these")
+    return found[0]
 
 
 def present_user() -> str:
@@ -114,6 +134,129 @@ def present_user() -> str:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- submit
+
+_SUBMIT_USAGE = """\
+usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
+       elastic-agent submit [OPTIONS] -m package.module [ARGUMENTS]
+
+Puts a job into the queue of a pool: of the nodes on which elastic-agent runs without a script. Takes the options of a
+run, but for those that the pool decides. Without --rdzv-endpoint the pool is that of this machine. The line on stdout
+is the job's id: elastic-agent logs ID --follow shows what it prints, and ends as it does.
+"""
+
+NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)")
+ENV: Option[tuple[tuple[str, str], ...]] = Option(
+    "env",
+    Parser("NAME=VALUE,NAME=VALUE", lambda text: _read_env(text)),
+    "variables that the workers get besides the daemon's own; for a secret give the name of a file instead",
+    default="",
+)
+DIRECTORY: Option[str | None] = Option(
+    "directory", TEXT, "where the job runs, the same on all nodes (default: the present one)"
+)
+_NOT_OF_JOBS: tuple[Option[Any], ...] = (
+    *(NODE_ID, HTTP_ADDRESS, LOG_DIR, JOB_ID, STANDALONE, SLURM, NODE_RANK),
+    *(JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, CHECK_CONFIG, PRINT_COMPLETION, VERSION),
+)
+_SECRET = re.compile(
+    r"(?i)(?!.*_(file|path|dir)$).*(secret|passw|token(?!s|iz)|api_?key|access_?key|credential|private_?key)"
+)
+"""Names of variables that look like one; a file's name is none."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NEXT_VARIABLE = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_]*=)")
+"""A comma elsewhere belongs to a value."""
+
+
+def submit(words: Sequence[str]) -> int:
+    return pool_command("submit", words, _SUBMIT_USAGE, _submit, NAME, ENV, DIRECTORY, check=_check_submitted)
+
+
+def _read_env(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.partition("=") for part in _NEXT_VARIABLE.split(text) if part]
+    if not all(_VARIABLE.fullmatch(name) and equals for name, equals, _ in pairs):
+        raise ValueError
+    return tuple((name, value) for name, _, value in pairs)
+
+
+def _check_submitted(settings: Settings) -> list[Problem]:
+    problems = [
+        settings[option].problem("an option of jobs; the pool's daemons decide this one", "leave it out")
+        for option in _NOT_OF_JOBS
+        if option in settings
+    ]
+    if not any(target in settings for target in TARGETS):
+        problems.append(Problem("command line", None, "a script to run", "write it after the options"))
+    for name, _ in settings[ENV].value:
+        if _SECRET.match(name):
+            expected = "no secret, as all who reach the store can read it"
+            advice = "put it into a file that only this user can read on each node, and give the file's name"
+            problems.append(Problem(f"--env {name}", None, expected, advice))
+    return [*problems, *job_problems(settings)]
+
+
+def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
+    if not view.nodes:
+        raise CannotDo(
+            ExitCode.NOT_FOUND,
+            "no node offers itself to this pool; start elastic-agent without a script on each of its nodes",
+        )
+    job = job_of(settings, os.getcwd(), time.time())
+    most = max(node.most_nodes for node in view.nodes)
+    if job.min_nodes > most:
+        raise CannotDo(
+            ExitCode.BAD_CONFIG,
+            f"the job needs {job.min_nodes} nodes, and the pool has at most {most} (--max-nodes of its daemons)",
+        )
+    script = settings[SCRIPT].value or ""
+    if os.path.isdir(job.directory) and not os.path.exists(os.path.join(job.directory, script)):
+        raise CannotDo(
+            ExitCode.BAD_CONFIG,
+            f"{job.directory}, where the job is to run, has no {script}: check its name, or see --directory",
+        )
+    try:
+        text = job.to_json()
+    except RecordInvalid as error:
+        raise CannotDo(ExitCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
+    try:
+        store.transact((Compare(job.key, 0),), (Put(job.key, text),))
+    except StoreUnavailable as error:
+        unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
+        raise CannotDo(ExitCode.NO_ANSWER, f"{error}; {unknown}") from error
+    view = read_view(store)
+    state = state_of(view, view.pool(), job, time.time())
+    say(f"{job.name}: {state.detail}" if state.state == "waiting" else f"{job.name}: {state.state}")
+    print(job.job)
+    return ExitCode.SUCCESS
+
+
+def job_of(settings: Settings, directory: str, now: float) -> Job:
+    """As it is written to the store."""
+    target = next(target for target in TARGETS if target in settings)
+    text, args = str(settings[target].value), settings[ARGS].value
+    flag = {MODULE.name: "-m", NO_PYTHON.name: "--no-python"}.get(target.name, "--")
+    least, most = settings[MIN_NODES].value, settings[MAX_NODES].value
+    decided = OF_THE_POOL | {SCRIPT.name, MODULE.name, NO_PYTHON.name, ARGS.name}
+    options = tuple(
+        f"--{option.name}={settings[option].text}"
+        for option in OPTIONS
+        if option in settings and option.name not in decided
+    )
+    return Job(
+        job=uuid.uuid4().hex[:8],
+        name=settings[NAME].value or os.path.basename(text),
+        options=options,
+        command=(flag, text, *args),
+        environment=dict(settings[ENV].value),
+        directory=os.path.abspath(settings[DIRECTORY].value or directory),
+        min_nodes=least,
+        max_nodes=most if most is not None else least,
+        submitted_at=now,
+        submitted_by=present_user(),
+        nodes_multiple_of=settings[NODES_MULTIPLE_OF].value,
+    )
 
 
 # ---------------------------------------------------------------- jobs
@@ -206,17 +349,15 @@ def cancel(words: Sequence[str]) -> int:
 
 def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
     job = find_job(view, name)
-    wish = Cancel(job.job, present_user())
-    free = Compare(wish.key, 0), Compare(RESULTS_PREFIX + job.job, 0)
-    outcome = store.transact(free, (Put(wish.key, wish.to_json()),))
-    if outcome.succeeded:
-        print(f"job {job.job} ({job.name}) is cancelled")
-        return ExitCode.SUCCESS
-    if (ended := outcome.entries[1]) is None:
-        raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is cancelled already, and about to end")
-    result = JobResult.read(ended.key, ended.value)
-    how = f"{result.outcome.value}, {result.reason}"
-    raise CannotDo(ExitCode.NO_JOB, f"job {job.job} has ended already: {how}")
+    entry = view.entry(job.key)
+    assert entry is not None, "it was found there"
+    known = Compare(RESULTS_PREFIX + job.job, 0), Compare(job.key, entry.mod_revision)
+    text = replace(job, cancelled_by=present_user()).to_json()
+    if job.cancelled_by or not store.transact(known, (Put(job.key, text),)).succeeded:
+        already = f"job {job.job} has ended, or is cancelled already: elastic-agent jobs says how"
+        raise CannotDo(ExitCode.NO_JOB, already)
+    print(f"job {job.job} ({job.name}) is cancelled")
+    return ExitCode.SUCCESS
 
 
 # ---------------------------------------------------------------- wait
@@ -244,7 +385,7 @@ def code_of(result: JobResult) -> int:
     return _CODES[result.outcome]
 
 
-def follow(store: Store, view: PoolView, job: Job, log: JobLog | None = None) -> int:
+def follow(store: Store, view: PoolView, job: Job, log: LogReader | None = None) -> int:
     """Says each new state of the job, and shows what it prints, until it has ended: its code. A store that is away for
     a while costs news, and nothing else. Raises CannotDo, StoreError and RecordInvalid."""
     away = retry_if_exception(
@@ -254,7 +395,7 @@ def follow(store: Store, view: PoolView, job: Job, log: JobLog | None = None) ->
     told = ""
     while any(one.job == job.job for one in view.jobs):
         result = view.result_of(job.job)
-        more = log is not None and log.read(view, last=result is not None)
+        more = log is not None and log.read(view)
         state = state_of(view, view.pool(), job, time.time())
         line = f"job {job.job} ({job.name}): {state.state}: {state.detail}"
         if line != told and not more:
@@ -294,92 +435,6 @@ def _wait(store: Store, view: PoolView, name: str, _: Settings) -> int:
 
 # ---------------------------------------------------------------- logs
 
-ANSWER_S = 3.0
-AT_ONCE = 32
-"""Nodes that are asked at the same time."""
-
-
-class Unreadable(Exception):
-    """This node's part cannot be read now; the text says why."""
-
-
-def ask_daemon(node: PoolNode, job: str, start: int) -> bytes:
-    """What this node has of the job from this byte on; empty where it has nothing yet. Raises Unreadable."""
-    if node.http is None:
-        raise Unreadable("its daemon answers on its own loopback only (--http-address)")
-    bearer = {"Authorization": f"Bearer {node.token}"}
-    target = f"{LOGS_PATH}?{urlencode({'job': job, 'start': start})}"
-    try:
-        reply = request(node.http, target, time.monotonic, ANSWER_S, MOST_LOG_BYTES, headers=bearer)
-    except (OSError, NoAnswer) as error:
-        raise Unreadable(f"no answer from {node.http}: {error}") from None
-    if reply.status not in (200, 404):
-        raise Unreadable(f"its daemon at {node.http} answers with status {reply.status}")
-    return reply.body if reply.status == 200 else b""
-
-
-def nodes_of(view: PoolView, job: str) -> tuple[str, ...]:
-    """Nodes that have, or had, a part in the job's newest attempt."""
-    result, run = view.result_of(job), view.plan.run_of(job)
-    if run is not None:
-        return tuple(dict.fromkeys((*run.left, *(allocation.node for allocation in run.allocations))))
-    return result.nodes if result is not None else ()
-
-
-class JobLog:
-    """What the job's agents print, on all nodes of its newest attempt. Each of their lines names its node."""
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-        self._read_to: dict[str, int] = {}
-        """By node."""
-        self._said: set[str] = set()
-
-    @property
-    def found(self) -> bool:
-        """Some node has something of the job."""
-        return bool(self._read_to)
-
-    def read(self, view: PoolView, *, last: bool) -> bool:
-        """Shows the whole lines that are new, and at `last` one that has not ended, too; whether there is more."""
-        names, nodes = nodes_of(view, self._job), {node.node: node for node in view.nodes}
-        for name in names:
-            if name not in nodes:
-                self._complain(name, "has left the pool; what it has is in its daemon's --log-dir")
-        asked = [nodes[name] for name in names if name in nodes]
-        if not asked:
-            return False
-        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="ask") as threads:
-            pieces = list(threads.map(self._piece, asked))
-        for node, piece in zip(asked, pieces, strict=True):
-            self._show(node.node, piece, last)
-        return any(len(piece) == MOST_LOG_BYTES for piece in pieces)
-
-    def _piece(self, node: PoolNode) -> bytes:
-        try:
-            return ask_daemon(node, self._job, self._read_to.get(node.node, 0))
-        except Unreadable as error:
-            self._complain(node.node, f"cannot be read: {error}")
-            return b""
-
-    def _show(self, name: str, piece: bytes, last: bool) -> None:
-        whole = piece[: piece.rfind(b"\n") + 1]
-        if not whole and len(piece) == MOST_LOG_BYTES:
-            whole = piece  # a part of a very long line
-        elif last and len(piece) < MOST_LOG_BYTES and not piece.endswith(b"\n"):
-            whole = piece and piece + b"\n"
-        if piece:
-            self._read_to[name] = self._read_to.get(name, 0) + min(len(whole), len(piece))
-            sys.stdout.flush()
-            sys.stdout.buffer.write(whole)
-            sys.stdout.buffer.flush()
-
-    def _complain(self, name: str, what: str) -> None:
-        if name not in self._said:
-            self._said.add(name)
-            say(f"node {name} {what}")
-
-
 _LOGS_USAGE = """\
 usage: elastic-agent logs JOB [--follow]
 
@@ -397,10 +452,10 @@ def logs(words: Sequence[str]) -> int:
 
 def _logs(store: Store, view: PoolView, name: str, settings: Settings) -> int:
     job = find_job(view, name)
-    log = JobLog(job.job)
+    log = LogReader(job.job)
     if settings[FOLLOW].value:
         return follow(store, view, job, log)
-    while log.read(view, last=view.result_of(job.job) is not None):
+    while log.read(view):
         pass
     if log.found:
         return ExitCode.SUCCESS

@@ -14,7 +14,6 @@ import queue
 import random
 import secrets
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from ..agent.common.ports import PortError
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, CheckMode, Config
 from ..agent.configuration.derive import Resolved
 from ..agent.configuration.rendezvous import ENDPOINT
+from ..agent.machine.agents_here import keep_from_tmpfiles
 from ..agent.machine.devices import probe
 from ..agent.machine.network import Network, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.process import ServiceManager, catch_signals, log_to, take_environment, thread_failed
@@ -36,6 +36,7 @@ from ..agent.output.console import take as take_console
 from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import http_listener, open_store, store_listener, store_options
+from ..agent.workers.processes.spare_wire import BecomeAgent
 from ..health.checks.finding import NodeNeeds
 from ..health.checks.runner import BackgroundChecks, CheckRun, checks_for, failed
 from ..health.http import Answers, HealthServer
@@ -43,11 +44,11 @@ from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
 from ..threads import listen
 from ..worker.wire.shared_progress import clock
-from .job_agent import JobAgent, JobLogs, agent_words, allocation_end, own_words
+from .job_agent import JobAgent, SpareAgent, agent_words, allocation_end, own_words
+from .logs import LOGS_PATH, JobLogs
 from .member import Assignment, PoolMember
 from .pages import DaemonPages, DaemonSnapshot, PoolMetrics
-from .records import LOGS_PATH, MOST_NODES, AllocationEnd, AllocationOutcome, PoolNode
-from .standby import AgentCommand, Standby
+from .records import MOST_NODES, AllocationEnd, Outcome, PoolNode
 
 log = logging.getLogger(__name__)
 
@@ -100,24 +101,35 @@ def _run(
     except PortError as error:
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
     root = _log_root(config)
-    logs = JobLogs(root, name)
-    pages = DaemonPages(PoolMetrics(pool, name), name, logs, token, clock)
-    served_at = _serve(http, pages, parts)
+    logs = JobLogs(root, name, token)
+    pages = DaemonPages(PoolMetrics(pool, name), name, clock)
+    slow = {"/metrics": pages.all_metrics, LOGS_PATH: logs.page}  # they wait for another process or a disk
+    server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, slow=slow))
+    server.start()  # before the store is found: that takes as long as it takes, and is no reason to end here
+    parts.callback(server.close)
+    log.info("metrics, /healthz and /readyz at http://%s", Endpoint(*server.address))
     options = store_options(config, network.endpoint, listener)
-    store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
+
+    def looks() -> None:
+        on_turn(looking)
+        pages.snapshot = DaemonSnapshot(clock())
+
+    store = pages.store = open_store(config, network.endpoint, listener, events, looks)
     parts.callback(store.close)
+    if config.rendezvous.folder is not None:
+        parts.callback(os.close, keep_from_tmpfiles(config.rendezvous.folder.resolve()))
     record = PoolNode(
         name,
         uuid.uuid4().hex[:12],
         most_nodes=MOST_NODES if resolved.settings[MAX_NODES].is_default else config.nodes.max,
-        http=reachable_at(served_at, address),
+        http=reachable_at(server.address, address),
         token=token,
     )
     member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
     link = StoreLink(store, member, lease_ttl_s, events.put, clock, rng)
     log.info("node %s offers itself to pool %s at %s", name, pool, options[ENDPOINT.name])
-    standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
-    parts.callback(standby.close)
+    spare = SpareAgent(config.preload, config.rendezvous.kind.name, environment, clock)
+    parts.callback(spare.close)
     checks = IdleChecks(config.check, _new_run(config, environment, network), events.put)
     parts.callback(checks.close)
     own = own_words(resolved.settings, os.getcwd())
@@ -125,21 +137,18 @@ def _run(
         # The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone.
         options[HTTP_ADDRESS.name] = str(Endpoint(config.http_address.address, 0))
 
-    def command(assignment: Assignment) -> AgentCommand:
+    def command(assignment: Assignment) -> BecomeAgent:
         job = assignment.job
         words = agent_words(assignment, name, options, own, str(root))
-        return AgentCommand(tuple(words), {**environment, **job.environment}, job.directory)
+        return BecomeAgent(tuple(words), {**environment, **job.environment}, job.directory)
 
-    loop = DaemonLoop(member, link, logs, standby, checks, command, events, on_turn)
-    pages.begin(lambda: loop.snapshot, store)
+    loop = DaemonLoop(member, link, logs, pages, spare, checks, command, events, on_turn)
     link.start()
     ending = loop.run()
     link.close()
     if member.lease is not None:
-        try:
+        with contextlib.suppress(StoreError):  # the others notice when the lease ends
             store.revoke(member.lease)
-        except StoreError as error:
-            log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
     return ending
 
 
@@ -156,19 +165,6 @@ def _new_run(config: Config, environment: Mapping[str, str], network: Network) -
         rdma=bool(gpus and network.rdma_ports),
     )
     return lambda: CheckRun(checks_for(needs), needs, environment)
-
-
-def _serve(http: socket.socket, pages: DaemonPages, parts: contextlib.ExitStack) -> tuple[str, int]:
-    """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
-    slow = {
-        "/metrics": pages.all_metrics,
-        LOGS_PATH: pages.job_log,
-    }  # they wait for another process or a disk
-    server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, slow=slow))
-    server.start()
-    parts.callback(server.close)
-    log.info("metrics, /healthz and /readyz at http://%s", Endpoint(*server.address))
-    return server.address
 
 
 def _log_root(config: Config) -> Path:
@@ -200,26 +196,23 @@ class DaemonLoop:
         member: PoolMember,
         link: StoreLink,
         logs: JobLogs,
-        standby: Standby,
+        pages: DaemonPages,
+        spare: SpareAgent,
         checks: IdleChecks,
-        command: Callable[[Assignment], AgentCommand],
+        command: Callable[[Assignment], BecomeAgent],
         events: queue.SimpleQueue[Any],
         on_turn: Callable[[str], None],
     ) -> None:
         """`command` is what starts the agent of a job here."""
-        self._member, self._link, self._logs = member, link, logs
-        self._standby, self._checks = standby, checks
+        self._member, self._link, self._logs, self._pages = member, link, logs, pages
+        self._spare, self._checks = spare, checks
         self._command, self._events, self._on_turn = command, events, on_turn
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
         self._leaving: ExitCode | None = None
         self._depart_by: float | None = None
         self._fatal: tuple[ExitCode, str] | None = None
-        self.snapshot = DaemonSnapshot(clock())
-        """Of the newest turn; for any thread."""
-        self._unfinished: tuple[str, ...] = ()
-        """Jobs of an earlier daemon that have processes here still."""
-        self._report_problem()
+        member.report_problem(checks.problem)
 
     def run(self) -> tuple[ExitCode, str]:
         """Until this node has left the pool, and why; no process of a job is left here then."""
@@ -239,18 +232,10 @@ class DaemonLoop:
         self._depart_by = self._depart_by or now + DEPARTURE_S
         return self._member.has_departed or now >= self._depart_by
 
-    def _report_problem(self) -> None:
-        """Why this node must not be given a job. What a daemon has started that was killed leaves its job by plan,
-        which takes its time."""
-        self._unfinished = self._logs.unfinished()
-        jobs = ", ".join(self._unfinished)
-        earlier = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
-        self._member.report_problem("; ".join(filter(None, (earlier, self._checks.problem))))
-
     def _turn(self, now: float) -> float | None:
         member = self._member
-        if self._checks.turn(now, idle=self._agent is None) or self._unfinished:
-            self._report_problem()
+        self._checks.turn(now, idle=self._agent is None)
+        member.report_problem(self._checks.problem)
         if member.mismatch is not None and self._fatal is None:
             self._fatal = ExitCode.MISMATCH, member.mismatch
         if self._fatal is not None:
@@ -264,8 +249,8 @@ class DaemonLoop:
         self._link.keep(member.lease)
         self._link.follow(member.subscription)
         self._show(now)
-        if self._leaving is None and self._fatal is None and member.tracks:
-            self._standby.turn()
+        if self._agent is None and self._leaving is None and self._fatal is None and member.tracks:
+            self._spare.turn()
         return member.wake_at(now)
 
     def _start(self, due: Assignment) -> None:
@@ -275,12 +260,12 @@ class DaemonLoop:
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
             with self._logs.begin(job.job) as output:
-                agent = JobAgent(command, output, self._standby, self._agent_ended)
+                agent = JobAgent(command, output, self._spare, self._agent_ended)
         except OSError as error:
             log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
-            self._over(AllocationEnd(job.job, due.allocation.id, AllocationOutcome.NOT_HERE, 0, str(error)))
+            self._member.ended(AllocationEnd(job.job, due.allocation.id, Outcome.UNABLE, 0, str(error)))
             return
-        how = " by the standby" if agent.was_standby else ""
+        how = " by the spare agent" if agent.was_spare else ""
         started = "job %s (%s): started%s, attempt %d; its output is in %s"
         log.info(started, job.job, job.name, how, due.run.attempt, output.name)
         self._agent, self._assignment = agent, due
@@ -306,10 +291,10 @@ class DaemonLoop:
             status = f"takes no job: {member.record.problem}"
         else:
             status = "idle: waiting for a job"
-        if status != self.snapshot.status:
+        if status != self._pages.snapshot.status:
             log.info("%s", status)
         running = self._assignment.job.job if self._assignment is not None else None
-        self.snapshot = DaemonSnapshot(clock(), is_current, status, running, member.view.counts())
+        self._pages.snapshot = DaemonSnapshot(clock(), is_current, status, running, member.view.counts())
         self._on_turn(status)
 
     # ---------------------------------------------------------------- events
@@ -330,11 +315,7 @@ class DaemonLoop:
         end = allocation_end(assignment, code, error)
         log.info("job %s: ended here: %s", assignment.job.job, end.reason)
         self._agent = self._assignment = None
-        self._over(end)
-
-    def _over(self, end: AllocationEnd) -> None:
         self._member.ended(end)
-        self._standby.idle()
 
     def _signalled(self, event: Signalled) -> None:
         if event.number not in ENDINGS:
@@ -355,29 +336,26 @@ NOT_YET = "its checks have not ended yet"
 
 
 class IdleChecks:
-    """The checks of a daemon's node, as it starts and every `EVERY_S` while no job is here. For the main thread."""
+    """With --check fail: the checks of a daemon's node, as it starts and every `EVERY_S` while no job is here. What one
+    finds otherwise is in the log of the next job's agent. For the main thread."""
 
     def __init__(
         self, mode: CheckMode, new_run: Callable[[], CheckRun], post: Callable[[Event], object]
     ) -> None:
         """`post` takes events from any thread."""
-        self._fails = mode == "fail"
         self._checks = BackgroundChecks(new_run, post)
-        self._due_at = float("-inf") if mode != "off" else float("inf")
-        self.problem = NOT_YET if self._fails else ""
+        self._due_at = float("-inf") if mode == "fail" else float("inf")
+        self.problem = NOT_YET if mode == "fail" else ""
         """Why this node must not be given a job; empty when it may."""
 
-    def turn(self, now: float, *, idle: bool) -> bool:
-        """Begins what is due. Whether a run has ended since the last turn, so that `problem` may be another."""
+    def turn(self, now: float, *, idle: bool) -> None:
+        """Begins what is due, and sees what has ended."""
         if idle and now >= self._due_at:
             self._due_at = now + EVERY_S
             self._checks.begin()
         findings = self._checks.take()
-        if findings is None:
-            return False
-        if self._fails:
+        if findings is not None:
             self.problem = "; ".join(f"check {one.check} failed: {one.summary}" for one in failed(findings))
-        return True
 
     def close(self) -> None:
         self._checks.close()

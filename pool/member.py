@@ -34,7 +34,6 @@ from .records import (
     SCOPES,
     Allocation,
     AllocationEnd,
-    AllocationOutcome,
     Attempt,
     Job,
     Pool,
@@ -42,12 +41,10 @@ from .records import (
     PoolView,
     short,
 )
+from .records import Outcome as JobOutcome
 from .schedule import Decision, decide
 
 log = logging.getLogger(__name__)
-
-DUPLICATE_TTLS = 3.0
-"""A record under our name that outlives so many times to live belongs to a live daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +83,10 @@ class PoolMember:
         self._pending = PendingRequest(RETRY, rng, now)
         self._written: PoolNode | None = None
         self._own_revision = 0
+        self._name_taken = False
+        """Another daemon's record stands under this node's name."""
         self._confirmed_at = now
         """When the newest answer about the lease was asked for."""
-        self._duplicate_until: float | None = None
         self._missing_since: dict[str, float] = {}
         """Allocations whose nodes have no record: since when."""
 
@@ -150,7 +148,7 @@ class PoolMember:
         """An allocation that is to be left before it was taken is left at once."""
         if (found := self._untaken) is not None and self._is_over(*found):
             run, allocation = found
-            end = AllocationEnd(run.job, allocation.id, AllocationOutcome.LEFT, 0, "before it began")
+            end = AllocationEnd(run.job, allocation.id, JobOutcome.UNABLE, 0, "before it began")
             self.record = replace(self.record, ended=end)
 
     def request(self, now: float) -> Request | None:
@@ -165,6 +163,8 @@ class PoolMember:
             return Grant(self._lease_ttl_s)
         if self.subscription is None:
             return Read(SCOPES)
+        if self._name_taken:
+            return None
         if self._written != self.record:
             return WriteRecord(Compare(self.record.key, self._own_revision), self.record, self.lease)
         if not self.coordinates:
@@ -198,14 +198,13 @@ class PoolMember:
                 self.lease, self._confirmed_at = answer, self._pending.asked_at
             elif isinstance(request, Read) and isinstance(answer, Snapshot):
                 self.view.read(answer)
-                self._see_own(self.view.entry(self.record.key), now)
+                self._see_own(self.view.entry(self.record.key))
                 self.subscription = Subscription(SCOPES, answer.revision)
-            elif isinstance(request, WriteRecord) and isinstance(answer, Outcome):
-                if answer.succeeded:
-                    self._written = request.record
-                self._see_own(answer.entries[0], now)
-            elif isinstance(request, Decision) and isinstance(answer, Outcome) and not answer.succeeded:
-                self.subscription = None
+            elif isinstance(answer, Outcome):
+                if isinstance(request, WriteRecord):
+                    self._see_own(answer.entries[0])
+                if not answer.succeeded:
+                    self.subscription = None  # all is read again: this may be old
         except RecordInvalid as error:
             self.mismatch = str(error)
 
@@ -248,34 +247,26 @@ class PoolMember:
             return
         for change in changes:
             if change.key == self.record.key and change.revision > self._own_revision:
-                self._see_own(change.entry, now)
+                self._see_own(change.entry)
 
     def lost_track(self) -> None:
         """The watch missed changes: read everything again."""
         self.subscription = None
 
-    def _see_own(self, entry: Entry | None, now: float) -> None:
+    def _see_own(self, entry: Entry | None) -> None:
         """What stands under this node's key."""
-        if entry is None:
-            if self._written is not None:
-                self.lease_gone(self.lease)
-            self._own_revision = 0
+        record = PoolNode.read(entry.key, entry.value) if entry is not None else None
+        if entry is not None and record is not None and record.incarnation == self.record.incarnation:
+            self._written, self._own_revision, self._name_taken = record, entry.mod_revision, False
             return
-        self._own_revision = entry.mod_revision
-        record = PoolNode.read(entry.key, entry.value)
-        if record.incarnation == self.record.incarnation:
-            self._written = record
-            return
-        if self._duplicate_until is None:
-            self._duplicate_until = now + DUPLICATE_TTLS * self._lease_ttl_s
-        if self._pending.asked_at >= self._duplicate_until:
-            self.mismatch = (
-                f"another live daemon of this pool is already called {self.record.node!r}: give this one another"
-                " --node-id, or leave it out to get a unique one"
+        if self._written is not None:
+            self.lease_gone(self.lease)
+        self._own_revision, self._name_taken = 0, record is not None
+        if self._name_taken:
+            self.waiting_for = (
+                f"an earlier daemon named {self.record.node} to be forgotten; if that one lives, give this one another"
+                " --node-id"
             )
-        self.waiting_for = f"an earlier daemon named {self.record.node} to be forgotten, or that one lives"
-        self._own_revision = 0
-        self._pending.pause(now)
 
     # ---------------------------------------------------------------- what happens on this node
 

@@ -1,11 +1,11 @@
-"""What a daemon answers over HTTP: probes, numbers of its pool and of the job that runs here, and what jobs print here.
+"""What a daemon answers over HTTP about itself: probes, and numbers of its pool and of the job that runs here. What
+jobs print here is in `logs`.
 
 docs/metrics.md lists the numbers of the pool, like those of an agent.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -14,12 +14,11 @@ from http import HTTPStatus
 
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
-from ..health.http import TEXT, Page, PageRequest, Probe
-from ..health.metrics import CONTENT_TYPE, Gauge, Level, MetricRow, Registry
+from ..health.http import Page, PageRequest, Probe
+from ..health.metrics import CONTENT_TYPE, Gauge, MetricRow, Registry
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store, run_prefix
-from .job_agent import JobLogs
 from .records import PoolCounts
 
 log = logging.getLogger(__name__)
@@ -44,9 +43,6 @@ class DaemonSnapshot:
 class PoolMetrics(Registry):
     """Each series carries `pool` and `node`."""
 
-    pool_member = MetricRow(
-        Level, "1 while this node has its place in the pool and follows all others, else 0."
-    )
     pool_nodes = MetricRow(Gauge, "Nodes of the pool; absent while this node does not follow it.")
     pool_idle_nodes = MetricRow(Gauge, "Nodes of the pool that have no job and may be given one.")
     pool_queued_jobs = MetricRow(Gauge, "Jobs of the pool that wait for nodes.")
@@ -57,35 +53,27 @@ class PoolMetrics(Registry):
 
 
 class DaemonPages:
-    """All methods but `begin` are for any thread."""
+    """All methods are for any thread."""
 
-    def __init__(
-        self, metrics: PoolMetrics, node: str, logs: JobLogs, token: str, clock: Callable[[], float]
-    ) -> None:
-        """The token in this node's record opens the logs: who reads the store may read them."""
+    def __init__(self, metrics: PoolMetrics, node: str, clock: Callable[[], float]) -> None:
         self._metrics, self._node, self._clock = metrics, node, clock
-        self._logs, self._token = logs, token
-        self._parts: tuple[Callable[[], DaemonSnapshot], Store] | None = None
-
-    def begin(self, newest: Callable[[], DaemonSnapshot], store: Store) -> None:
-        self._parts = newest, store
-
-    def _newest(self) -> DaemonSnapshot:
-        return self._parts[0]() if self._parts is not None else DaemonSnapshot(self._clock())
+        self.snapshot = DaemonSnapshot(clock())
+        """The newest: the main thread replaces it."""
+        self.store: Store | None = None
+        """Once it is found."""
 
     def liveness(self) -> Probe:
-        silent_s = self._clock() - self._newest().turned_at
+        silent_s = self._clock() - self.snapshot.turned_at
         return Probe(silent_s < STUCK_AFTER_S, f"the main loop turned {silent_s:.1f} s ago")
 
     def readiness(self) -> Probe:
         """Can it be given a job, or does it run one?"""
-        now = self._newest()
+        now = self.snapshot
         return Probe(now.tracks, now.status)
 
     def metrics(self) -> bytes:
-        now, metrics = self._newest(), self._metrics
+        now, metrics = self.snapshot, self._metrics
         with metrics.lock:
-            metrics.pool_member.set(now.tracks)
             metrics.pool_nodes.set(now.counts.nodes if now.tracks else None)
             metrics.pool_idle_nodes.set(now.counts.idle_nodes if now.tracks else None)
             metrics.pool_queued_jobs.set(now.counts.queued_jobs if now.tracks else None)
@@ -101,26 +89,13 @@ class DaemonPages:
         return Page(HTTPStatus.OK, CONTENT_TYPE, self.metrics() + self._of_job().encode())
 
     def _of_job(self) -> str:
-        job, key = self._newest().job, node_key(self._node)
-        if job is None or self._parts is None:
+        job, key = self.snapshot.job, node_key(self._node)
+        if job is None or self.store is None:
             return ""
         try:
-            entries = self._parts[1].read((run_prefix(job) + key,)).entries
+            entries = self.store.read((run_prefix(job) + key,)).entries
             place = NodeRecord.from_json(key, entries[0].value).http if entries else None
             return get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS) if place else ""
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
             log.debug("no metrics of job %s: %s", job, error)
             return ""
-
-    def job_log(self, request: PageRequest) -> Page:
-        """A piece of what a job has printed here."""
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            missing = b"the token in this node's record of the pool is missing\n"
-            return Page(HTTPStatus.UNAUTHORIZED, TEXT, missing)
-        try:
-            piece = self._logs.read(request.query.get("job", ""), int(request.query.get("start", 0)))
-        except FileNotFoundError:
-            return Page(HTTPStatus.NOT_FOUND, TEXT, b"nothing of this job is here\n")
-        except (ValueError, OverflowError, OSError) as error:
-            return Page(HTTPStatus.BAD_REQUEST, TEXT, f"{type(error).__name__}\n".encode())
-        return Page(HTTPStatus.OK, "application/octet-stream", piece)

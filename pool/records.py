@@ -1,8 +1,7 @@
 """What the daemons of a pool and its commands write for each other, and all of it as the store shows it.
 
     nodes/NODE      `PoolNode`    by its daemon, under its lease
-    jobs/JOB        `Job`         by `submit`, once
-    cancels/JOB     `Cancel`      by `cancel`, once
+    jobs/JOB        `Job`         by `submit`, and once more by `cancel`
     results/JOB     `JobResult`   by the coordinator, once, as the job ends
     plan            `Plan`        by the coordinator, by compare-and-set: which nodes run which job
 
@@ -30,19 +29,13 @@ from ..rendezvous.text import Name, clean, line
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of all records of a pool. A reader refuses any other."""
 
 PLAN_KEY = "plan"
 NODES_PREFIX = "nodes/"
 JOBS_PREFIX = "jobs/"
-CANCELS_PREFIX = "cancels/"
 RESULTS_PREFIX = "results/"
-
-LOGS_PATH = "/logs"
-"""Of the page of a daemon on which its part of a job's log is, for who has the token of its record."""
-MOST_LOG_BYTES = 256 * 1024
-"""Of one answer there."""
 
 MAX_JOB_CHARS = 96 * 1024
 """Of one job: a thousand of them must fit into a store."""
@@ -91,14 +84,15 @@ _R = TypeVar("_R", bound=Record)
 
 
 class Outcome(enum.Enum):
-    """How a job ends, or how one node's part of it does."""
+    """How a job ends, or one node's part of it."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     """By the job's own fault: on other nodes it would fail, too."""
     CANCELLED = "cancelled"
     UNABLE = "unable"
-    """It could not run: its nodes were lost, or could not start it, too often."""
+    """Its nodes were lost, or could not run it, too often. Of one node: it cannot run it now, or was asked to leave it;
+    another one may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,36 +117,12 @@ class Job(Record):
     submitted_by: Annotated[str, line(256)]
     nodes_multiple_of: Annotated[int, Within(1, MOST_NODES)] = 1
     """Of its nodes only so many train together as are a multiple of it; others would stand by."""
+    cancelled_by: Annotated[str, line(256)] = ""
+    """Who wants its end; empty: nobody."""
 
     @property
     def key(self) -> str:
         return JOBS_PREFIX + self.job
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel(Record):
-    """A request to end a job."""
-
-    job: Name
-    cancelled_by: Annotated[str, line(256)]
-
-    @property
-    def key(self) -> str:
-        return CANCELS_PREFIX + self.job
-
-
-class AllocationOutcome(enum.Enum):
-    """What the end of a job's agent on one node means for the job."""
-
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    """No node can do better."""
-    LEFT = "left"
-    """This node was asked to leave the job."""
-    REFUSED = "refused"
-    """Its agent takes no part in the job as it is. While others run it that is a matter of this node alone."""
-    NOT_HERE = "not_here"
-    """This node cannot run it now; another one may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +131,7 @@ class AllocationEnd:
 
     job: Name
     allocation_id: Positive
-    outcome: AllocationOutcome
+    outcome: Outcome
     code: Annotated[int, Within(-255, 255)]
     """Exit code of the job's agent; below 0: of the signal that ended it."""
     reason: Reason
@@ -214,16 +184,6 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """A run's outcome is known, and its nodes are about to end."""
-
-    outcome: Outcome
-    reason: Reason
-    code: Annotated[int, Within(-255, 255)]
-    since: Instant
-
-
-@dataclass(frozen=True, slots=True)
 class Refusal:
     """A node has ended a job that it was not asked to leave, and that has no outcome."""
 
@@ -240,7 +200,8 @@ class Attempt:
     attempt: Positive
     started_at: Instant
     allocations: Annotated[tuple[Allocation, ...], AtMost(MOST_NODES)]
-    ending: Ending | None = None
+    ending: JobResult | None = None
+    """The outcome is known, since its `ended_at`, and the nodes are about to end."""
     left: Annotated[tuple[Name, ...], AtMost(MOST_NODES)] = ()
     """Nodes that had an allocation and have none any more."""
     in_vain: Count = 0
@@ -315,7 +276,6 @@ class JobResult(Record):
 RECORDS: Mapping[str, type[Record]] = {
     NODES_PREFIX: PoolNode,
     JOBS_PREFIX: Job,
-    CANCELS_PREFIX: Cancel,
     RESULTS_PREFIX: JobResult,
 }
 
@@ -332,8 +292,6 @@ class Pool:
     jobs: tuple[Job, ...]
     """Those without a result, first come first."""
     plan: Plan = field(default_factory=Plan)
-    cancelled: Mapping[str, str] = field(default_factory=dict)
-    """By job: who wants its end."""
     results: tuple[str, ...] = ()
     """The jobs that have ended, oldest first."""
     lost: frozenset[str] = frozenset()
@@ -433,7 +391,6 @@ class PoolView:
             nodes=self.nodes,
             jobs=tuple(job for job in self.jobs if job.job not in ended),
             plan=self.plan,
-            cancelled={cancel.job: cancel.cancelled_by for cancel in self._all(Cancel)},
             results=tuple(result.job for result in results),
             lost=lost,
         )

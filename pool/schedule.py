@@ -22,20 +22,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ..agent.common.exits import ExitCode
 from ..rendezvous.records import STOP_KEY, WORLD_KEY
 from ..rendezvous.store.interface import Compare, Delete, Put, run_prefix
 from ..rendezvous.text import counted, shortened
 from .records import (
-    CANCELS_PREFIX,
     JOBS_PREFIX,
     MOST_NODES,
     PLAN_KEY,
     RESULTS_PREFIX,
     Allocation,
     AllocationEnd,
-    AllocationOutcome,
     Attempt,
-    Ending,
     Job,
     JobResult,
     Outcome,
@@ -58,12 +56,10 @@ MOST_REFUSALS, REFUSAL_CHARS = 500, 200
 """Of all jobs together, the newest of each: a plan must fit into a store, whatever its nodes say."""
 MOST_RESULTS = 1000
 """The results of so many jobs are kept."""
+REFUSES = {ExitCode.UNLIKE_THE_JOB, ExitCode.MISMATCH, ExitCode.BAD_CONFIG}
+"""Of the agent that leaves a job last: no other attempt helps, so the job has failed."""
 MOST_AT_ONCE = 15
 """Results written, or deleted, and attempts begun, by one decision: a transaction is bounded."""
-
-
-_DECIDES = {AllocationOutcome.SUCCEEDED: Outcome.SUCCEEDED, AllocationOutcome.FAILED: Outcome.FAILED}
-"""The end of one allocation that is the end of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class Decision:
     def writes(self) -> tuple[Put | Delete, ...]:
         writes: list[Put | Delete] = [Put(PLAN_KEY, self.plan.to_json())]
         for result in self.results:
-            writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
+            writes.append(Put(result.key, result.to_json()))
         for job in self.forgotten:
             left = (run_prefix(job) + key for key in (WORLD_KEY, STOP_KEY))
             writes += [Delete(key) for key in (JOBS_PREFIX + job, RESULTS_PREFIX + job, *left)]
@@ -138,7 +134,7 @@ class _Draft:
         self._ends = {
             node.ended.job: (node.node, node.ended)
             for node in reversed(pool.nodes)
-            if node.ended is not None and node.ended.outcome in _DECIDES
+            if node.ended is not None and node.ended.outcome is not Outcome.UNABLE
         }
         self._runs = {run.job: run for run in pool.plan.attempts}
         # A store that was restored from a snapshot has forgotten ids that nodes have taken since.
@@ -171,8 +167,8 @@ class _Draft:
         self._find_idle()
 
     def _fold(self, run: Attempt) -> Attempt:
-        allocations, ending, left, refusals = [], run.ending, dict.fromkeys(run.left), dict(run.refusals)
-        refused: Ending | None = None
+        allocations, left, refusals = [], dict.fromkeys(run.left), dict(run.refusals)
+        refused: JobResult | None = None
         for allocation in run.allocations:
             node = self._live.get(allocation.incarnation)
             if node is None:
@@ -184,38 +180,41 @@ class _Draft:
                 left[allocation.node] = None
             elif node.ended is not None and node.ended.allocation_id == allocation.id:
                 left[allocation.node] = None
-                if allocation.leaving:
+                if allocation.leaving or node.leaving:
                     self._left_by_plan.add(run.job)
-                elif node.ended.outcome not in _DECIDES:
+                elif node.ended.outcome is Outcome.UNABLE:
                     # What has ended on a node that was not asked to leave is not tried there again at once.
                     refusals.pop(allocation.node, None)
                     reason = short(node.ended.reason, REFUSAL_CHARS)
                     refusals[allocation.node] = Refusal(reason, self._now + REFUSAL_S)
-                if node.ended.outcome is AllocationOutcome.REFUSED:
-                    refused = self._ending(node.node, node.ended)
+                if node.ended.code in REFUSES:
+                    refused = self._ending_by(node.node, node.ended, Outcome.FAILED)
             else:
                 allocations.append(replace(allocation, leaving=allocation.leaving or node.leaving))
-        ending = ending or self._known_end(run.job) or (None if allocations else refused)
+        ending = run.ending or self._known_end(run.job) or (None if allocations else refused)
         if ending is not None and (
-            ending.outcome is Outcome.CANCELLED or not ending.since <= self._now < ending.since + END_GRACE_S
+            ending.outcome is Outcome.CANCELLED
+            or not ending.ended_at <= self._now < ending.ended_at + END_GRACE_S
         ):
             allocations = [replace(allocation, leaving=True) for allocation in allocations]
         gone = tuple(left)[-MOST_NODES:]
         return replace(run, allocations=tuple(allocations), ending=ending, left=gone, refusals=refusals)
 
-    def _known_end(self, job: str) -> Ending | None:
+    def _known_end(self, job: str) -> JobResult | None:
         """What a node reports that had a part in it, also if it was taken for lost since; else that it is cancelled."""
         if (known := self._ends.get(job)) is not None:
-            return self._ending(*known)
-        if job in self._pool.cancelled:
-            return Ending(Outcome.CANCELLED, f"cancelled by {self._pool.cancelled[job]}", 0, self._now)
-        if job not in self._jobs:
-            return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
+            return self._ending_by(*known, known[1].outcome)
+        if (record := self._jobs.get(job)) is None:
+            return self._ending(job, Outcome.CANCELLED, "its record was deleted")
+        if record.cancelled_by:
+            return self._ending(job, Outcome.CANCELLED, f"cancelled by {record.cancelled_by}")
         return None
 
-    def _ending(self, node: str, end: AllocationEnd) -> Ending:
-        outcome = _DECIDES.get(end.outcome, Outcome.FAILED)
-        return Ending(outcome, short(f"{node}: {end.reason}"), end.code, self._now)
+    def _ending_by(self, node: str, end: AllocationEnd, outcome: Outcome) -> JobResult:
+        return self._ending(end.job, outcome, f"{node}: {end.reason}", end.code)
+
+    def _ending(self, job: str, outcome: Outcome, reason: str, code: int = 0) -> JobResult:
+        return JobResult(job, outcome, short(reason), code, 0, None, self._now, ())
 
     def _leave_empty(self, run: Attempt) -> None:
         """All its nodes are gone: it is over, or waits at its old place in the queue."""
@@ -229,14 +228,14 @@ class _Draft:
                 (f"{name}: {one.reason}" for name, one in run.refusals.items()), separator="; "
             )
             why = f"{in_vain} attempts without an outcome ({reasons or 'all its nodes were lost'})"
-            ending = Ending(Outcome.UNABLE, short(why), 0, self._now)
+            ending = self._ending(run.job, Outcome.UNABLE, why)
         if ending is not None:
             self._end(run.job, ending, run)
             return
         # Its nodes are told no more: the plan of many large jobs that wait again would be too long for the store.
         self._runs[run.job] = replace(run, in_vain=in_vain, left=())
 
-    def _end(self, job: str, ending: Ending, run: Attempt | None) -> None:
+    def _end(self, job: str, ending: JobResult, run: Attempt | None) -> None:
         if len(self.results) == MOST_AT_ONCE:
             if run is not None:
                 self._runs[job] = replace(run, ending=ending)
@@ -244,18 +243,10 @@ class _Draft:
         before = self._pool.plan.run_of(job)
         part = (*(run.left if run else ()), *(one.node for one in (before.allocations if before else ())))
         names = tuple(dict.fromkeys(part))
-        self.results.append(
-            JobResult(
-                job=job,
-                outcome=ending.outcome,
-                reason=ending.reason,
-                code=ending.code,
-                attempts=run.attempt if run is not None else 0,
-                started_at=run.started_at if run is not None else None,
-                ended_at=self._now,
-                nodes=names,
-            )
-        )
+        result = replace(ending, ended_at=self._now, nodes=names)
+        if run is not None:
+            result = replace(result, attempts=run.attempt, started_at=run.started_at)
+        self.results.append(result)
         self._runs.pop(job, None)
         self._jobs.pop(job, None)
 
@@ -265,11 +256,7 @@ class _Draft:
         """Gives jobs their least, oldest first."""
         for job in self._pool.jobs:
             run = self._runs.get(job.job)
-            if (
-                job.job not in self._jobs
-                or job.job in self._pool.cancelled
-                or (run is not None and run.ending)
-            ):
+            if job.job not in self._jobs or job.cancelled_by or (run is not None and run.ending):
                 continue
             need = job.min_nodes - (len(run.staying) if run is not None else 0)
             if need <= 0:

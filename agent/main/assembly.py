@@ -1,8 +1,8 @@
 """What one agent is made of. Its parts are made and started by `run`, in their order.
 
 `PreparedProcess` is what a process can have ready before it is the agent of any job: its threads' queue, its mark, and
-preloaded modules. An agent makes this when it starts. A daemon's standby (`pool/standby.py`) has made it long before,
-and preloads meanwhile what workers import: then the first workers of its job are forked at once.
+preloaded modules. An agent makes this when it starts. A daemon's spare agent (`pool/job_agent.py`) has made it long
+before, and preloads meanwhile what workers import: then the first workers of its job are forked at once.
 """
 
 from __future__ import annotations

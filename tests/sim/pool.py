@@ -33,9 +33,7 @@ from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
     AllocationEnd,
-    AllocationOutcome,
     Attempt,
-    Cancel,
     Job,
     JobResult,
     Outcome,
@@ -167,9 +165,7 @@ class Daemon:
         for child in self.children:
             if member.must_leave and not child.leaves:
                 child.leaves = True
-                self.soon(
-                    sim.rng.uniform(0.1, 1.5), lambda child=child: self.end(child, AllocationOutcome.LEFT)
-                )
+                self.soon(sim.rng.uniform(0.1, 1.5), lambda child=child: self.end(child, Outcome.UNABLE))
         if member.lease != self._kept:
             self._kept = member.lease
             self.soon(LEASE_TTL_S / 5, self._keep_alive)
@@ -196,13 +192,13 @@ class Daemon:
         self.member.started(allocation_id)
         sim.seen["started"] += 1
         if sim.rng.random() < 0.05 and sim.now < CALM_AT:
-            self.soon(sim.rng.uniform(0.1, 1.0), lambda: self.end(child, AllocationOutcome.NOT_HERE))
+            self.soon(sim.rng.uniform(0.1, 1.0), lambda: self.end(child, Outcome.UNABLE))
         sim.work_on(due.job.job)
 
-    def end(self, child: Allocated, outcome: AllocationOutcome) -> None:
+    def end(self, child: Allocated, outcome: Outcome) -> None:
         if child in self.children:
             self.children.remove(child)
-            self.sim.seen[f"allocation {outcome.value}"] += 1
+            self.sim.seen["left" if child.leaves else f"allocation {outcome.value}"] += 1
             self.member.ended(AllocationEnd(child.job.job, child.allocation_id, outcome, 0, outcome.value))
             if self.sim.bug == "an allocation is taken twice":
                 self.member.record = replace(self.member.record, ended=None)
@@ -356,8 +352,9 @@ class PoolSimulation:
         if self.truths[name].result is None:
             self.say(f"cancelled {name}")
             self.truths[name].cancelled_at = self.now
-            cancel = Cancel(name, "user@host")
-            self.kv.transact((), (Put(cancel.key, cancel.to_json()),), self.now)
+            job = next(job for job in self._jobs() if job.job == name)
+            text = replace(job, cancelled_by="user@host").to_json()
+            self.kv.transact((), (Put(job.key, text),), self.now)
 
     def _fault(self) -> None:
         daemon = self.rng.choice(self.daemons)
@@ -420,7 +417,7 @@ class PoolSimulation:
                 self.after(truth.work_s, lambda: done({child.allocation_id for _, child in left}))
                 return
             truth.failed, truth.done = truth.fails, not truth.fails
-            outcome = AllocationOutcome.FAILED if truth.fails else AllocationOutcome.SUCCEEDED
+            outcome = Outcome.FAILED if truth.fails else Outcome.SUCCEEDED
             for daemon, child in left:
                 daemon.soon(
                     self.rng.uniform(0.0, 0.5), lambda daemon=daemon, child=child: daemon.end(child, outcome)
@@ -451,7 +448,7 @@ class PoolSimulation:
         elif bug == "a younger job overtakes":
             seen = replace(pool, jobs=tuple(sorted(pool.jobs, key=lambda job: job.min_nodes)))
         elif bug == "a cancelled job runs on":
-            seen = replace(pool, cancelled={})
+            seen = replace(pool, jobs=tuple(replace(job, cancelled_by="") for job in pool.jobs))
         elif bug == "a node that leaves is given an allocation":
             seen = replace(pool, nodes=tuple(replace(node, leaving=False) for node in pool.nodes))
         decision = decide(seen, now)

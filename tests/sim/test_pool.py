@@ -27,7 +27,7 @@ MUST_HAPPEN = (
     "gave back",
     "grew to a multiple",
     "too large a job was passed",
-    "allocation not_here",
+    "allocation unable",
     "result succeeded",
     "result failed",
     "result cancelled",

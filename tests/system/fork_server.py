@@ -1,4 +1,4 @@
-"""Agents that are forked from a process that has imported what an agent imports, as a daemon's standby has.
+"""Agents that are forked from a process that has imported what an agent imports, as a daemon's spare agent has.
 
 Imports are nearly all that the start of an agent costs: 0.6 s of processor time, and 0.3 s more where it needs torch's
 store. The suite starts hundreds of agents. What a forked one is to the kernel and to the test is what a cold one is:

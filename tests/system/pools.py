@@ -26,16 +26,14 @@ from .processes import MARKER, Process
 SHORT_LEASE = "--lease-ttl=2s"
 """For tests that wait until a node is lost; the usual one does not end while this machine is busy with other things."""
 WORKER = """
-import json, os, signal, sys, time
-if "STUBBORN" in os.environ:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import json, os, sys, time
 folder = sys.argv[1]
 job = os.environ["TORCHELASTIC_RUN_ID"]
 
 def tell(what, **more):
     facts = {"what": what, "job": job, "node": os.environ["ELASTIC_AGENT_NODE"], "rank": int(os.environ["RANK"])}
-    facts |= {"world": int(os.environ["WORLD_SIZE"]), "pid": os.getpid(), "cwd": os.getcwd(), **more}
-    line = json.dumps({**facts, "at": time.monotonic()}).encode() + b"\\n"
+    facts |= {"world": int(os.environ["WORLD_SIZE"]), "pid": os.getpid(), "agent": os.getppid(), "cwd": os.getcwd()}
+    line = json.dumps({**facts, **more, "at": time.monotonic()}).encode() + b"\\n"
     events = os.open(os.path.join(folder, "events"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(events, line)
     os.close(events)
@@ -83,8 +81,12 @@ class Pool:
     def daemons(self, *names: str, options: Sequence[str] = ()) -> list[Agent]:
         started = [self.daemon(name, *options) for name in names]
         for agent in started:
-            self.job.wait_for_text(agent, "idle: waiting for a job")
+            self.offered(agent)
         return started
+
+    def offered(self, agent: Agent) -> None:
+        """Wait until its node is in the pool: idle, but for one that has a job at once."""
+        self.job.wait_for_text(agent, "idle: waiting for a job|running job ")
 
     def command(
         self, *words: str, enter: Sequence[str] = (), **more: Any
@@ -139,10 +141,6 @@ class Pool:
             return view
         finally:
             store.close()
-
-    def allocations(self, job: str) -> list[str]:
-        run = self.view().plan.run_of(job)
-        return [allocation.node for allocation in run.allocations] if run is not None else []
 
     def workers(self) -> list[Process]:
         return self.job.workers()

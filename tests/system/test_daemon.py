@@ -19,7 +19,6 @@ from .harness import HELD_STORES, TORCH_PRELOADED, planted
 from .lockstep_job import LockstepJob
 from .networks import Network, network
 from .pools import SHORT_LEASE, Pool
-from .processes import alive
 
 COUNTED = Path(__file__).parents[2] / "examples" / "counted.py"
 
@@ -43,23 +42,6 @@ def test_two_jobs_that_need_both_nodes_run_one_after_the_other(pool: Pool) -> No
     assert listed[1]["name"] == "later"
     ended = [event["at"] for event in pool.events(what="end", job=first)]
     assert max(ended) < min(start["at"] for start in pool.starts_of(second))
-
-
-@pytest.mark.long
-def test_a_job_gives_the_node_that_it_can_spare_to_the_next_one(pool: Pool) -> None:
-    pool.daemons("a", "b")
-    first = pool.submit("--min-nodes=1", "--max-nodes=2")
-    pool.starts(first, 2)
-    second = pool.submit()
-    pool.starts(second, 1)
-    pool.job.wait_for(lambda: any(start["world"] == 1 for start in pool.starts_of(first)), "one node for it")
-    (there,), (here,) = pool.allocations(second), pool.allocations(first)
-    assert {here, there} == {"a", "b"}
-    pool.end_job(second)
-    assert pool.wait(second) == ExitCode.SUCCESS
-    pool.job.wait_for(lambda: len(pool.allocations(first)) == 2, "the first job to take the node again")
-    pool.end_job(first)
-    assert pool.wait(first) == ExitCode.SUCCESS
 
 
 def test_a_job_gives_a_node_back_and_takes_it_again_without_losing_a_step(pool: Pool) -> None:
@@ -118,7 +100,7 @@ def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back
     assert pool.view().plan.run_of(first).attempt == 2  # type: ignore[union-attr]
     assert {worker.node for worker in pool.workers()} == {other}
     again = pool.daemon(here, SHORT_LEASE)
-    pool.job.wait_for_text(again, "idle: waiting for a job")
+    pool.offered(again)
     pool.end_job(first)
     assert pool.wait(first) == ExitCode.SUCCESS
     pool.starts(waiting, 2)
@@ -151,29 +133,6 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
     ]
 
 
-@pytest.mark.long
-def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends(pool: Pool) -> None:
-    daemons = {daemon.name: daemon for daemon in pool.daemons("a", "b", options=(SHORT_LEASE,))}
-    stubborn = pool.submit("--env=STUBBORN=1", "--stop-grace=60")
-    beside, after = pool.submit(), pool.submit()
-    (left,) = pool.starts(stubborn, 1)
-    pool.starts(beside, 1)
-    daemons[left["node"]].kill()
-    pool.command("cancel", stubborn)
-    again = pool.daemon(left["node"], SHORT_LEASE)
-    pool.job.wait_for_text(
-        again, f"job {stubborn}, which an earlier daemon of this node has started, is ending"
-    )
-    assert alive(left["pid"])
-    pool.end_job(stubborn)
-    (start,) = pool.starts(after, 1)
-    assert start["node"] == left["node"]
-    assert not alive(left["pid"])
-    for job in (beside, after):
-        pool.end_job(job)
-        assert pool.wait(job) == ExitCode.SUCCESS
-
-
 def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
     pool.daemons("a")
     running, waiting = pool.submit(), pool.submit()
@@ -194,7 +153,7 @@ def test_a_job_runs_where_its_directory_is(pool: Pool) -> None:
     (place / "runs").mkdir(parents=True)
     hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {place} && exec "$@"', "sh")
     lacks = pool.daemon("a", enter=hidden)
-    pool.job.wait_for_text(lacks, "idle: waiting for a job")
+    pool.offered(lacks)
     missing = pool.submit(f"--directory={place / 'runs'}")
     pool.job.wait_for_text(lacks, f"the job's directory {place / 'runs'} is not there on this node")
 
@@ -248,7 +207,7 @@ def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -
 def test_a_daemon_without_one_of_its_threads_ends_with_its_own_code(pool: Pool, thread: str) -> None:
     broken = pool.daemon("a", environment={**planted(f"dies {thread}")})
     if thread == "job-agent":
-        pool.job.wait_for_text(broken, "idle: waiting for a job")
+        pool.offered(broken)
         pool.command("submit", *pool.place, "--", str(pool.script), str(pool.folder))
     assert broken.exit_code(within_s=30) == ExitCode.AGENT_FAILED
     assert broken.says(f"the thread {thread} has failed")
@@ -274,7 +233,7 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
         assert refused.returncode == ExitCode.NOT_FOUND
         daemons = {name: pool.daemon(name, SHORT_LEASE, enter=net[name].enter) for name in "abc"}
         for agent in daemons.values():
-            pool.job.wait_for_text(agent, "idle: waiting for a job")
+            pool.offered(agent)
         one = pool.submit("--min-nodes=2", "--max-nodes=3", enter=net["d"].enter)
         pool.job.wait_for(lambda: {"a", "b", "c"} in worlds(pool, one), "all three to run it")
         addresses = {start["env"]["MASTER_ADDR"] for start in pool.starts_of(one)}
@@ -308,8 +267,8 @@ def test_daemons_that_are_stopped_together_leave_without_a_word_of_trouble(pool:
         daemon.signal(signal.SIGTERM)
     assert {daemon.exit_code(within_s=20) for daemon in daemons} == {ExitCode.STOPPED_BY_SIGTERM}
     assert not pool.workers()
-    others = [pool.daemon(name) for name in "def"]
-    pool.starts(one, 6)  # the job waits for three nodes, and has them again; a daemon may never be idle
+    others = pool.daemons("d", "e", "f")
+    pool.starts(one, 6)
     for daemon in others:
         daemon.signal(signal.SIGTERM)
     assert {daemon.exit_code(within_s=20) for daemon in others} == {ExitCode.STOPPED_BY_SIGTERM}

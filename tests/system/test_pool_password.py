@@ -26,7 +26,7 @@ def guarded() -> Iterator[EtcdCluster]:
 
 @pytest.mark.parametrize(
     "preload",
-    [pytest.param("none", id="cold"), pytest.param("json", id="standby", marks=pytest.mark.long)],
+    [pytest.param("none", id="cold"), pytest.param("json", id="spare", marks=pytest.mark.long)],
 )
 def test_a_job_of_the_pool_has_the_store_s_password_file(
     job: Job, guarded: EtcdCluster, preload: str
@@ -40,7 +40,7 @@ def test_a_job_of_the_pool_has_the_store_s_password_file(
         endpoint = f"--rdzv-endpoint=etcd://{host}:{port}"
         pool.place = (endpoint, "--etcd-user=root", f"--etcd-password-file={file}")
         daemon = pool.daemon("a", f"--preload={preload}")
-        pool.job.wait_for_text(daemon, "idle: waiting for a job")
+        pool.offered(daemon)
         mine = pool.submit()
         [start] = pool.starts(mine, 1)
         assert PASSWORD not in start["env"].values()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import PageRequest, Probe
-from elastic_agent.pool.job_agent import JobLogs
 from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
     Allocation,
@@ -40,8 +38,8 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def pages(tmp_path: Path) -> DaemonPages:
-    return DaemonPages(PoolMetrics("p", "n"), "n", JobLogs(tmp_path, "n"), "t", lambda: NOW)
+def pages() -> DaemonPages:
+    return DaemonPages(PoolMetrics("p", "n"), "n", lambda: NOW)
 
 
 @pytest.fixture
@@ -65,22 +63,18 @@ def samples(pages: DaemonPages) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def test_before_the_store_is_found_it_lives_and_is_not_ready(pages: DaemonPages) -> None:
+def test_it_lives_from_the_start_and_is_ready_as_long_as_it_follows_the_pool(
+    pages: DaemonPages, store: MemoryStore
+) -> None:
     assert pages.liveness().ok
     assert pages.readiness() == Probe(False, "looking for the pool's store")
     assert "elastic_agent_pool_nodes" not in samples(pages)
-
-
-def test_it_is_ready_as_long_as_it_follows_the_pool(pages: DaemonPages, store: MemoryStore) -> None:
-    pages.begin(lambda: IDLE, store)
+    pages.snapshot, pages.store = IDLE, store
     assert pages.readiness() == Probe(True, "idle: waiting for a job")
-    pages.begin(lambda: replace(IDLE, tracks=False, status="waiting for the pool's store"), store)
+    pages.snapshot = replace(IDLE, tracks=False, status="waiting for the pool's store")
     assert pages.readiness() == Probe(False, "waiting for the pool's store")
     assert pages.liveness() == Probe(True, "the main loop turned 0.5 s ago")
-
-
-def test_a_loop_that_stands_still_is_not_alive(pages: DaemonPages, store: MemoryStore) -> None:
-    pages.begin(lambda: replace(IDLE, turned_at=NOW - STUCK_AFTER_S), store)
+    pages.snapshot = replace(IDLE, turned_at=NOW - STUCK_AFTER_S)
     assert not pages.liveness().ok
 
 
@@ -88,28 +82,21 @@ def test_the_page_has_the_jobs_numbers_with_its_id(
     pages: DaemonPages, store: MemoryStore, agent: Endpoint
 ) -> None:
     put_agent(store, agent)
-    pages.begin(lambda: BUSY, store)
+    pages.snapshot, pages.store = BUSY, store
     found = samples(pages)
     assert found["elastic_agent_min_nodes"] == [{"run_id": "j", "node": "n"}]
     assert found["elastic_agent_pool_queued_jobs"] == [{"pool": "p", "node": "n"}]
-    pages.begin(lambda: IDLE, store)
+    pages.snapshot, pages.store = IDLE, store
     assert "elastic_agent_min_nodes" not in samples(pages)
 
 
-@pytest.mark.parametrize("http", [None, Endpoint("127.0.0.1", 1)])
-def test_a_jobs_agent_that_does_not_answer_costs_its_own_part_alone(
-    pages: DaemonPages, store: MemoryStore, http: Endpoint | None
+def test_a_jobs_agent_that_does_not_answer_costs_its_own_part_alone_and_the_next_one_is_found(
+    pages: DaemonPages, store: MemoryStore, agent: Endpoint
 ) -> None:
-    pages.begin(lambda: BUSY, store)
-    for _ in range(2):
+    pages.snapshot, pages.store = BUSY, store
+    for http in (None, Endpoint("127.0.0.1", 1)):
         assert set(samples(pages)) == {name for name in samples(pages) if "_pool_" in name}
         put_agent(store, http)
-
-
-def test_the_next_job_has_another_agent(pages: DaemonPages, store: MemoryStore, agent: Endpoint) -> None:
-    put_agent(store, Endpoint("127.0.0.1", 1))
-    pages.begin(lambda: BUSY, store)
-    samples(pages)
     put_agent(store, agent)
     assert "elastic_agent_min_nodes" in samples(pages), "the place is asked for anew"
 

@@ -17,7 +17,6 @@ from elastic_agent.agent.commands.status import STATUS_OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.cli import COMMANDS
 from elastic_agent.pool import commands as pool_commands
-from elastic_agent.pool import submit
 
 from .test_links import PAGES, ROOT
 
@@ -31,7 +30,7 @@ OF_SUBCOMMANDS = {
     "events": EVENTS_OPTIONS,
     "report": REPORT_OPTIONS,
     "diagnose": DIAGNOSE_OPTIONS,
-    "submit": [submit.NAME, submit.ENV, submit.DIRECTORY],
+    "submit": [pool_commands.NAME, pool_commands.ENV, pool_commands.DIRECTORY],
     "jobs": [pool_commands.JSON],
     "logs": [pool_commands.FOLLOW],
     "wait": [],

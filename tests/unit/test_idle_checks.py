@@ -21,57 +21,37 @@ class Checked:
     def __init__(self, mode: CheckMode, *found: Sequence[Finding]) -> None:
         self.left = list(found)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.checks = IdleChecks(mode, self.new_run, self.events.put)
+        self.checks = IdleChecks(mode, lambda: FakeRun(self.left.pop(0)), self.events.put)
 
-    def new_run(self) -> FakeRun:
-        return FakeRun(self.left.pop(0))
-
-    def hear(self, now: float) -> None:
+    def run(self, at: float) -> str:
+        """One that is due; the node's problem then."""
+        self.checks.turn(at, idle=True)
         event = self.events.get(timeout=5.0)
         assert callable(event)
         event()
-        assert self.checks.turn(now, idle=False)
+        self.checks.turn(at, idle=False)
+        return self.checks.problem
 
 
-def test_a_node_that_may_not_fail_takes_no_job_before_its_first_checks() -> None:
-    node = Checked("fail", [GOOD, WARNS])
+def test_a_failed_check_keeps_jobs_away_until_it_fails_no_more_as_does_one_that_has_not_ended() -> None:
+    node = Checked("fail", [GOOD, WARNS], [FAILS], [GOOD])
     assert node.checks.problem == NOT_YET
-    node.checks.turn(0.0, idle=True)
-    node.hear(0.5)
-    assert node.checks.problem == ""
-
-
-def test_a_failed_check_keeps_jobs_away_until_it_fails_no_more() -> None:
-    node = Checked("fail", [FAILS], [GOOD])
-    node.checks.turn(0.0, idle=True)
-    node.hear(1.0)
-    assert node.checks.problem == "check gpu-ecc failed: 3 errors"
-    node.checks.turn(EVERY_S, idle=True)
-    node.hear(EVERY_S + 1)
-    assert node.checks.problem == ""
+    problems = [node.run(at) for at in (0.0, EVERY_S, 2 * EVERY_S)]
+    assert problems == ["", "check gpu-ecc failed: 3 errors", ""]
 
 
 @pytest.mark.parametrize("mode", ["warn", "off"])
-def test_a_node_that_may_fail_takes_jobs_at_once_whatever_is_found(mode: CheckMode) -> None:
+def test_a_node_that_may_fail_takes_jobs_unchecked(mode: CheckMode) -> None:
     node = Checked(mode, [FAILS])
-    assert node.checks.problem == ""
-    node.checks.turn(0.0, idle=True)
-    if mode == "warn":
-        node.hear(1.0)
-    assert node.checks.problem == ""
-
-
-def test_off_never_runs() -> None:
-    assert not Checked("off").checks.turn(10 * EVERY_S, idle=True)
+    node.checks.turn(1.0, idle=True)
+    assert (node.checks.problem, len(node.left)) == ("", 1)
 
 
 def test_a_node_is_checked_again_as_soon_as_it_is_idle() -> None:
-    node = Checked("warn", [GOOD], [GOOD])
-    node.checks.turn(0.0, idle=True)
-    node.hear(1.0)
+    node = Checked("fail", [GOOD], [GOOD])
+    node.run(0.0)
     node.checks.turn(EVERY_S - 1, idle=True)
     node.checks.turn(EVERY_S, idle=False)
     assert len(node.left) == 1
-    node.checks.turn(EVERY_S + 1, idle=True)
-    node.hear(EVERY_S + 2)
+    node.run(EVERY_S + 1)
     assert not node.left

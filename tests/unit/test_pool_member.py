@@ -1,4 +1,4 @@
-"""One daemon's part in its pool, over a real kv and a clock moved by hand: joining, allocations, leases, oddities."""
+"""One daemon's part in its pool, over a real kv and a clock moved by hand: what the pools' simulator does not play."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember
+from elastic_agent.pool.member import PoolMember
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
@@ -15,17 +15,15 @@ from elastic_agent.pool.records import (
     SCOPES,
     Allocation,
     AllocationEnd,
-    AllocationOutcome,
     Attempt,
-    Cancel,
     Job,
     JobResult,
     Outcome,
     Plan,
     PoolNode,
 )
-from elastic_agent.pool.schedule import REFUSAL_S, Decision
-from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
+from elastic_agent.pool.schedule import Decision
+from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.node.transactions import WriteRecord
 from elastic_agent.rendezvous.store.interface import Answer, Grant, Put, Read, Request, Subscription
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -47,7 +45,6 @@ class Daemon:
             wall=lambda: WALL + bench.now,
         )
         self.connected = True
-        self.replies_to_lose = 0
         self.asked: list[Request] = []
         self._watched: Subscription | None = None
         self._seen_to = 0
@@ -60,9 +57,6 @@ class Daemon:
             self.asked.append(request)
             try:
                 answer = self.bench.serve(request, self.connected)
-                if self.replies_to_lose:
-                    self.replies_to_lose -= 1
-                    raise StoreUnavailable("the reply was lost")
             except StoreError as error:
                 member.failed(request, error, now)
             else:
@@ -81,14 +75,13 @@ class Daemon:
             self.member.changed(changes, self.bench.now)
         return bool(changes)
 
-    def start(self) -> int:
+    def start(self) -> None:
         """Take the allocation that is due."""
         due = self.member.to_start
         assert due is not None
         self.member.started(due.allocation.id)
-        return due.allocation.id
 
-    def end(self, outcome: AllocationOutcome = AllocationOutcome.SUCCEEDED) -> None:
+    def end(self, outcome: Outcome = Outcome.SUCCEEDED) -> None:
         allocation_id = self.member.record.running
         self.member.ended(AllocationEnd("x", allocation_id, outcome, 0, "why"))
 
@@ -139,8 +132,9 @@ class Bench:
         self.kv.transact((), (Put(key, value),), self.now)
         self.settle()
 
-    def submit(self, name: str, least: int = 1, most: int = 1) -> None:
-        job = Job(name, name, (), ("train.py",), {}, "/", least, most, WALL, "user@host")
+    def submit(self, name: str, by: str = "") -> None:
+        """`by`: who cancels it."""
+        job = Job(name, name, (), ("train.py",), {}, "/", 1, 1, WALL, "user@host", cancelled_by=by)
         self.put(job.key, job.to_json())
 
     def value(self, key: str) -> str | None:
@@ -172,22 +166,6 @@ def test_daemons_join_and_the_oldest_coordinates(bench: Bench) -> None:
     assert kinds == [Grant, Read, WriteRecord], "an idle daemon asks nothing"
 
 
-def test_a_job_is_started_once_and_its_result_is_kept(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.submit("x")
-    a.start()
-    bench.settle()
-    assert a.member.to_start is None, "an allocation is not taken twice"
-    a.end()
-    assert a.member.to_start is None
-    bench.settle()
-    assert a.member.to_start is None
-    result = bench.result("x")
-    assert result is not None
-    assert result.outcome is Outcome.SUCCEEDED
-    assert bench.plan.runs == ()
-
-
 def test_a_job_whose_result_is_not_heard_of_yet_does_not_begin_anew(bench: Bench) -> None:
     """A store may tell of the plan before it tells of a result that was written with it."""
     a = bench.daemon("a")
@@ -213,66 +191,16 @@ def test_a_job_whose_result_is_not_heard_of_yet_does_not_begin_anew(bench: Bench
     assert bench.plan.runs == ()
 
 
-def test_an_allocation_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.submit("x")
-    first = a.start()
-    for _ in range(5):
-        a.replies_to_lose = 1
-        bench.wait(2.0)
-        assert a.member.to_start is None
-    a.replies_to_lose = 1
-    a.end(AllocationOutcome.NOT_HERE)
-    bench.wait(2.0)
-    assert "a" in bench.plan.refusals_of("x")
-    bench.wait(REFUSAL_S)
-    assert a.start() > first
-
-
 def test_an_allocation_that_is_to_be_left_before_it_was_taken_is_left_at_once(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.submit("x")
-    bench.put("cancels/x", Cancel("x", "me").to_json())
+    bench.submit("x", by="me")
     assert a.member.to_start is None
     result = bench.result("x")
     assert result is not None
     assert result.outcome is Outcome.CANCELLED
     assert a.member.record.ended is not None
-    assert a.member.record.ended.outcome is AllocationOutcome.LEFT
-
-
-def test_a_cancelled_job_leaves_its_node(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.submit("x")
-    a.start()
-    bench.settle()
-    assert not a.member.must_leave
-    bench.put("cancels/x", Cancel("x", "me").to_json())
-    assert a.member.must_leave
-    a.end(AllocationOutcome.LEFT)
-    bench.settle()
-    assert bench.result("x") is not None
-    assert bench.value("cancels/x") is None
-
-
-def test_a_daemon_that_leaves_takes_no_allocation(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.settle()
-    a.member.leave()
-    bench.submit("x")
-    assert a.member.to_start is None
-    assert bench.plan.runs == ()
-
-
-def test_a_node_with_a_problem_gets_no_job_until_it_has_none(bench: Bench) -> None:
-    a = bench.daemon("a")
-    a.member.report_problem("its disk is full " * 100)
-    bench.submit("x")
-    assert a.member.to_start is None
-    assert a.member.mismatch is None
-    a.member.report_problem("")
-    bench.settle()
-    assert a.member.to_start is not None
+    assert a.member.record.ended.reason == "before it began"
 
 
 @pytest.mark.parametrize("odd", ["/srv/a\nb", "/srv/\x1b[31mred", "/srv/\u2028", "/srv/\udcff"])
@@ -283,30 +211,12 @@ def test_a_reason_with_what_no_reader_sees_is_written_once(bench: Bench, odd: st
     a.member.report_problem("")
     bench.submit("x")
     a.start()
-    a.member.ended(AllocationEnd("x", a.member.record.running, AllocationOutcome.NOT_HERE, 0, f"no {odd}"))
+    a.member.ended(AllocationEnd("x", a.member.record.running, Outcome.UNABLE, 0, f"no {odd}"))
     bench.settle()
     assert bench.plan.runs == (), "the pool goes on"
 
 
 # ---------------------------------------------------------------- leases and the store's outages
-
-
-def test_a_daemon_that_loses_its_lease_keeps_its_allocation_and_what_runs_there(bench: Bench) -> None:
-    a, b = bench.daemon("a"), bench.daemon("b")
-    bench.submit("x")
-    a.start()
-    bench.settle()
-    a.connected = False
-    bench.wait(TTL_S + 1.0)
-    assert bench.value("nodes/a") is None
-    assert b.member.coordinates
-    assert not a.member.must_leave, "what it does not know is no order"
-    a.connected = True
-    bench.wait(2.0)
-    assert a.member.tracks
-    assert not a.member.must_leave
-    assert a.member.to_start is None
-    assert bench.plan.runs[0].attempt == 1
 
 
 def test_a_daemon_that_its_store_does_not_answer_is_not_current(bench: Bench) -> None:
@@ -323,39 +233,6 @@ def test_a_daemon_that_its_store_does_not_answer_is_not_current(bench: Bench) ->
     a.connected = True
     bench.wait(2.0)
     assert a.member.is_current(bench.now)
-
-
-def test_a_daemon_that_was_away_for_too_long_has_lost_its_allocation(bench: Bench) -> None:
-    a, b = bench.daemon("a"), bench.daemon("b")
-    bench.submit("x")
-    a.start()
-    bench.settle()
-    a.connected = False
-    bench.wait(3 * TTL_S)
-    b.start()
-    bench.settle()
-    assert bench.plan.runs[0].attempt == 2
-    a.connected = True
-    bench.wait(2.0)
-    assert a.member.must_leave
-    a.end(AllocationOutcome.LEFT)
-    bench.wait(1.0)
-    assert a.member.to_start is None
-    assert bench.plan.refusals_of("x") == {}, "it has left as it was asked to"
-
-
-def test_a_node_that_is_missing_for_long_enough_is_counted_as_lost(bench: Bench) -> None:
-    a, b = bench.daemon("a"), bench.daemon("b")
-    bench.submit("x", least=2)
-    a.start()
-    b.start()
-    bench.settle()
-    b.connected = False
-    bench.wait(TTL_S + 0.5)
-    assert bench.value("nodes/b") is None
-    assert [allocation.node for allocation in bench.plan.runs[0].allocations] == ["a", "b"]
-    bench.wait(TTL_S)
-    assert [allocation.node for allocation in bench.plan.runs[0].allocations] == ["a"]
 
 
 def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -> None:
@@ -376,38 +253,17 @@ def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -
 # ---------------------------------------------------------------- names and odd records
 
 
-def test_a_daemon_waits_for_an_earlier_life_of_its_node_to_be_forgotten(bench: Bench) -> None:
-    bench.daemon("a")
+def test_a_daemon_waits_for_another_one_of_its_name_to_be_forgotten_and_says_what_to_do(bench: Bench) -> None:
+    first = bench.daemon("a")
     bench.settle()
-    bench.daemons[0].connected = False
     again = bench.daemon("a", life=2)
-    bench.wait(1.0)
-    assert "earlier daemon named a" in again.member.waiting_for
-    assert not again.member.tracks
+    bench.wait(3 * TTL_S)
+    assert "give this one another --node-id" in again.member.waiting_for
+    assert (first.member.tracks, again.member.tracks) == (True, False)
+    first.connected = False
     bench.wait(TTL_S + 1.0)
     assert again.member.tracks
     assert again.member.coordinates
-
-
-def test_a_daemon_whose_name_another_live_one_has_ends_and_says_so(bench: Bench) -> None:
-    first = bench.daemon("a")
-    bench.settle()
-    second = bench.daemon("a", life=2)
-    bench.wait((DUPLICATE_TTLS + 1) * TTL_S)
-    assert second.member.mismatch is not None
-    assert "already called 'a'" in second.member.mismatch
-    assert "--node-id" in second.member.mismatch
-    assert first.member.mismatch is None
-    assert first.member.tracks
-
-
-def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.settle()
-    a.member.lease_gone(a.member.lease)
-    bench.wait(2 * DUPLICATE_TTLS * TTL_S)
-    assert a.member.mismatch is None
-    assert a.member.tracks
 
 
 @pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"allocation_ids":0,"attempts":[]}'])
@@ -422,37 +278,23 @@ def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, the
     assert a.member.request(bench.now) is None
 
 
-@pytest.mark.parametrize("key", [f"{JOBS_PREFIX}odd", f"{NODES_PREFIX}odd", "results/odd", "cancels/odd"])
-def test_other_records_that_cannot_be_read_are_ignored(bench: Bench, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{JOBS_PREFIX}odd", "not JSON"),
+        (f"{NODES_PREFIX}odd", '{"v": 2, "node": "odd"}'),
+        (f"{NODES_PREFIX}odd", PoolNode("b", "b-1").to_json()),
+        ("results/odd", "not JSON"),
+    ],
+)
+def test_other_records_that_cannot_be_read_are_ignored(bench: Bench, key: str, value: str) -> None:
+    """Also where it is the oldest record, as of a daemon of a later version, which cannot coordinate."""
+    bench.put(key, value)
     a = bench.daemon("a")
-    bench.put(key, "not JSON")
     bench.submit("x")
     assert a.member.mismatch is None
-    assert a.member.to_start is not None
-
-
-def test_a_record_under_the_key_of_another_is_ignored(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.put("nodes/b", PoolNode("c", "c-1").to_json())
-    assert [node.node for node in a.member.view.nodes] == ["a"]
-    assert a.member.coordinates
-
-
-def test_who_has_no_readable_record_does_not_keep_others_from_coordinating(bench: Bench) -> None:
-    """Such as a daemon of a later version that has the oldest record."""
-    bench.put("nodes/other", '{"v": 2, "node": "other"}')
-    a = bench.daemon("a")
-    bench.submit("x")
     assert a.member.coordinates
     assert a.member.to_start is not None
-
-
-def test_a_store_of_another_kind_ends_the_daemon(bench: Bench) -> None:
-    a = bench.daemon("a")
-    request = a.member.request(bench.now)
-    assert request is not None
-    a.member.failed(request, StoreMismatch("another version"), bench.now)
-    assert a.member.mismatch == "another version"
 
 
 def test_an_allocation_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -> None:
@@ -462,17 +304,6 @@ def test_an_allocation_in_a_plan_for_an_unknown_job_is_not_taken(bench: Bench) -
     bench.put(PLAN_KEY, Plan(1, (Attempt("gone", 1, WALL, allocations),)).to_json())
     assert a.member.to_start is None
     assert bench.plan.runs == ()
-
-
-def test_the_lease_of_another_time_is_not_this_ones_end(bench: Bench) -> None:
-    a = bench.daemon("a")
-    bench.settle()
-    lease = a.member.lease
-    assert lease is not None
-    a.member.lease_gone(lease + 1)
-    assert a.member.lease == lease
-    a.member.lease_gone(None)
-    assert a.member.lease == lease
 
 
 def test_news_of_an_older_request_counts_for_nothing(bench: Bench) -> None:
@@ -495,7 +326,7 @@ def test_a_daemon_has_departed_when_its_last_allocation_is_out_of_the_plan(bench
     a.member.leave()
     bench.settle()
     assert not a.member.has_departed
-    a.end(AllocationOutcome.LEFT)
+    a.end(Outcome.UNABLE)
     assert not a.member.has_departed
     bench.settle()
     assert a.member.has_departed

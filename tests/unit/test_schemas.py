@@ -87,24 +87,21 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "pool": (
-        5,
+        6,
         {
             "Plan": "allocation_ids attempts",
             "PoolNode": ("node incarnation most_nodes running ended leaving problem http token"),
             "Endpoint": "address port",
             "Job": (
                 "job name options command environment directory min_nodes max_nodes "
-                "submitted_at submitted_by nodes_multiple_of"
+                "submitted_at submitted_by nodes_multiple_of cancelled_by"
             ),
-            "Cancel": "job cancelled_by",
             "JobResult": "job outcome reason code attempts started_at ended_at nodes",
             "Attempt": "job attempt started_at allocations ending left in_vain refusals",
             "AllocationEnd": "job allocation_id outcome code reason",
             "Outcome": "succeeded failed cancelled unable",
             "Allocation": "node incarnation id leaving",
-            "Ending": "outcome reason code since",
             "Refusal": "reason until",
-            "AllocationOutcome": "succeeded failed left refused not_here",
         },
     ),
     "status pages": (

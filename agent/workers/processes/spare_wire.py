@@ -1,4 +1,5 @@
-"""What the agent, the fork server and its spares send each other, with descriptors, on socket pairs.
+"""What the agent, the fork server and its spares, and a daemon and its spare agent, send each other, with descriptors,
+on socket pairs.
 
 A message is one datagram of a SOCK_SEQPACKET pair, so it arrives whole, once, or not at all. Its text is in a memory
 file that goes with it: a worker's environment may be longer than any socket takes at once.
@@ -90,9 +91,20 @@ class ServeStore:
     """To a spare: serve the workers' store on the listening socket that comes with this, and a place for stderr."""
 
 
-Message: TypeAlias = Fork | Preloaded | Ready | CannotFork | BecomeWorker | ServeStore
+@dataclass(frozen=True, slots=True)
+class BecomeAgent:
+    """To a daemon's spare agent: be `elastic-agent WORDS...`, in this directory, with this environment and no other.
+
+    With it comes the file for what is printed. `Ready` is the answer, before anything is done for the job."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+
+
+Message: TypeAlias = Fork | Preloaded | Ready | CannotFork | BecomeWorker | ServeStore | BecomeAgent
 CODEC: Codec[Message] = Codec(
-    (Fork, Preloaded, Ready, CannotFork, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
+    (Fork, Preloaded, Ready, CannotFork, BecomeWorker, ServeStore, BecomeAgent), version=1, most_bytes=LONGEST
 )
 
 
