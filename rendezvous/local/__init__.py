@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..store.interface import Store
 from ..store.store_kind import Access, StoreKind
 
@@ -11,11 +9,15 @@ LOOKING_S = 3.0
 """For how long a process that only looks waits for the store: on one machine it is there, or about to be."""
 
 
-def _connect(access: Access) -> Store:
-    from .store import LocalStore
+def _connect(access: Access, *, make: bool = False) -> Store:
+    from .store import LocalStore, store_file
 
-    timeout_s = access.timeout_s if access.lease_ttl_s is not None else min(access.timeout_s, LOOKING_S)
-    return LocalStore.connect(_file_of(access), timeout_s, access.answer_timeout_s)
+    assert access.folder is not None, "the configuration names one"
+    looks = access.lease_ttl_s is None and not make
+    timeout_s = min(access.timeout_s, LOOKING_S) if looks else access.timeout_s
+    return LocalStore.connect(
+        store_file(access.folder, access.job), timeout_s, access.answer_timeout_s, make=make
+    )
 
 
 def _load() -> object:
@@ -24,24 +26,11 @@ def _load() -> object:
     return store
 
 
-def _offer(access: Access) -> Store:
-    from .store import LocalStore
-
-    return LocalStore.connect(_file_of(access), access.timeout_s, access.answer_timeout_s, make=True)
-
-
-def _file_of(access: Access) -> Path:
-    from .store import store_file
-
-    assert access.folder is not None, "the configuration names one"
-    return store_file(access.folder, access.job)
-
-
 LOCAL = StoreKind(
     "local",
     "that of a pool whose nodes are all on this machine: a file for this user alone, which outlives all daemons",
     _connect,
     _load,
-    offer=_offer,
+    offer=lambda access: _connect(access, make=True),
     place="a folder, local:///FOLDER, of this user's own",
 )

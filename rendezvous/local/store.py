@@ -2,19 +2,18 @@
 
 No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
 all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
-lease, or a deletion) is answered when the disk has it: its author waits for that, and nobody else. Leases and keys
-under them are gone with the power anyway.
+lease, or a deletion) is written with synchronous=FULL: it is answered when the disk has it, and others write meanwhile
+as little as in any transaction. Leases and keys under them are gone with the power anyway, and wait for no disk.
 
 A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
 It ends when a `read` or a `Watch` of any process finds that it is due, and can write. Until then it can still be
-confirmed, so that a disk that stood still ends no lease by itself.
+confirmed, so that a disk that stood still, for which all writers wait, ends no lease by itself.
 
 Who has changed something sets the file's time, of which the kernel tells all watches (inotify). Of a key that has
 changed twice between two looks a watch tells the newest alone.
 
-    no lock in time               StoreUnavailable
-    the disk stands still         StoreUnavailable to what is to last, which may have been done
-    the disk is full              StoreUnavailable to what is to last; leases have the `ROOM` made as it was opened
+    no lock in time               StoreUnavailable, as while the disk stands still
+    the disk is full              StoreUnavailable to what is to last; leases have the room that the log has come to
     file removed or damaged       StoreMismatch: leave
 """
 
@@ -30,8 +29,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from io import FileIO
@@ -62,20 +59,18 @@ SCHEMA = 2
 HISTORY = 1024
 """Revisions for which a deletion is remembered. A watch that falls further behind reads again (`Compacted`)."""
 REQUEST_TIMEOUT_S = 5.0
-LOOK_S, DEAF_LOOK_S = 1.0, 0.1
-"""Between two looks of a watch that hears nothing, as of a lease that is due, or from a process that was killed; and of
-one that can hear nothing, because this user has no instance of inotify left."""
+LOOK_S = 1.0
+"""Between two looks of a watch that hears nothing, as of a lease that is due, or from a process that was killed."""
 ROOM = 1024 * 1024
-"""Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
-FULL_PAUSE_S = 0.005
-"""Between two tries on a full disk."""
+"""Bytes on the disk below which nothing is written that is to last."""
 LONG, WRITE = 8 * 1024 * 1024, 8192
 """Bytes that a process writes before it brings the log into the file, so that it begins anew (which has the next writer
 wait for the disk); and of one write, besides its values."""
 SLACK_S = 1.0
 """Of the clock, between processes."""
-BUSY_S = 1.0
-"""A process that finds others writing ends no leases for so long: they may be about to confirm them."""
+BUSY_S = 2.0
+"""A process that finds others writing ends no leases for so long: they may be about to confirm them. Longer than from
+one look to the next, so that all have paused when a disk moves again."""
 
 _TABLES = (
     "CREATE TABLE state (revision INTEGER NOT NULL)",
@@ -85,7 +80,6 @@ _TABLES = (
     "CREATE INDEX by_revision ON entries (revision)",
     "CREATE INDEX deletions ON entries (revision) WHERE value IS NULL",
     "CREATE INDEX by_lease ON entries (lease) WHERE lease IS NOT NULL",
-    "CREATE TABLE room (bytes BLOB)",
     "INSERT INTO state VALUES (0)",
     f"PRAGMA user_version = {SCHEMA}",
 )
@@ -114,14 +108,11 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._sweeps_after = 0.0
         self._written = 0
-        self._disk = threading.Lock()
-        self._folder = -1
         if make:
             self._make_file()
         self._identity = _checked(file)
         with self._meaning():
             self._database = self._opened()
-            self._database.execute("PRAGMA synchronous = NORMAL")  # of what is to last, see `_sync`
             self._database.execute("PRAGMA wal_autocheckpoint = 0")  # see `_checkpoint`
         try:
             with self._meaning():
@@ -175,16 +166,7 @@ class LocalStore(Store):
                     database.execute(words)
 
         self._database.execute("PRAGMA journal_mode = WAL")
-        self._within(make)
-        with suppress(sqlite3.OperationalError):  # a full disk
-            self._within(lambda database: database.execute("INSERT INTO room VALUES (zeroblob(?))", (ROOM,)))
-            self._within(lambda database: database.execute("DELETE FROM room"))
-            self._checkpoint()
-        with suppress(
-            OSError
-        ):  # systemd-tmpfiles, which sees no write to shared memory, leaves a locked folder alone
-            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._within(make, lasts=True)
 
     # ---------------------------------------------------------------- what a store does
 
@@ -213,11 +195,9 @@ class LocalStore(Store):
         if lasts:
             self._check_room()
         size = sum(len(write.value) for write in writes if isinstance(write, Put))
-        outcome = self._write(partial(_transact, compares=compares, writes=writes), size)
+        outcome = self._write(partial(_transact, compares=compares, writes=writes), size, lasts=lasts)
         if outcome.succeeded and writes:
             self.ring()
-            if lasts:
-                self._sync()
         return outcome
 
     def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
@@ -245,9 +225,6 @@ class LocalStore(Store):
             with suppress(sqlite3.Error):
                 self._database.close()
             self._lock.release()
-        if self._folder >= 0:
-            os.close(self._folder)
-            self._folder = -1
 
     def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...]]:
         """The revision up to which these are all changes. Raises Compacted."""
@@ -265,31 +242,31 @@ class LocalStore(Store):
 
     # ---------------------------------------------------------------- how it does it
 
-    def _write(self, work: Callable[[sqlite3.Connection], R], size: int = 0) -> R:
-        """Where the disk is full, the log begins anew once it is in the file: it has its room."""
+    def _write(self, work: Callable[[sqlite3.Connection], R], size: int = 0, *, lasts: bool = False) -> R:
+        """Where the disk is full, the log begins anew once it is in the file: it has the room that it had."""
         self._check()
-        until = time.monotonic() + self._timeout_s
         with self._meaning():
-            while True:
-                try:
-                    result = self._within(work)
-                    break
-                except sqlite3.OperationalError as error:
-                    if "full" not in str(error) or time.monotonic() >= until:
-                        raise
+            try:
+                result = self._within(work, lasts=lasts)
+            except sqlite3.OperationalError as error:
+                if "full" not in str(error):
+                    raise
                 self._checkpoint()
-                time.sleep(FULL_PAUSE_S)
+                result = self._within(work, lasts=lasts)
         self._written += WRITE + size
         if self._written >= LONG:
             self._written = 0
-            self._on_disk(self._checkpoint, 0.0)  # nobody waits: a lease may end meanwhile
+            # Nobody waits for the disk: a lease may end meanwhile.
+            Thread(self._checkpoint, "store-disk", lambda: None).start()
         return result
 
-    def _within(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        """All of the work, or nothing. Raises sqlite3.Error."""
-        with self._alone() as database, database:
-            database.execute("BEGIN IMMEDIATE")
-            return work(database)
+    def _within(self, work: Callable[[sqlite3.Connection], R], *, lasts: bool) -> R:
+        """All of the work, or nothing; on disk if it `lasts`. Raises sqlite3.Error."""
+        with self._alone() as database:
+            database.execute(f"PRAGMA synchronous = {'FULL' if lasts else 'NORMAL'}")
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                return work(database)
 
     @contextmanager
     def _alone(self) -> Iterator[sqlite3.Connection]:
@@ -317,6 +294,7 @@ class LocalStore(Store):
             return
         try:
             database.execute("PRAGMA busy_timeout = 0")
+            database.execute("PRAGMA synchronous = NORMAL")
             with database:
                 database.execute("BEGIN IMMEDIATE")
                 for lease in _due(database):
@@ -327,62 +305,15 @@ class LocalStore(Store):
         finally:
             database.execute(f"PRAGMA busy_timeout = {int(self._timeout_s * 1000)}")
 
-    def _sync(self) -> None:
-        """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: no other
-        writer waits for it. Raises StoreUnavailable."""
-
-        def sync() -> None:
-            with self._log() as log:
-                os.fdatasync(log)
-
-        until = time.monotonic() + self._timeout_s
-        done = self._on_disk(sync, self._timeout_s)
-        try:
-            error = done.exception(max(0.0, until - time.monotonic()))
-        except FutureTimeout:
-            unknown = f"the disk of {self.file} does not answer; what was asked may have been done"
-            raise StoreUnavailable(unknown) from None
-        if error is not None:
-            with self._meaning():
-                raise error
-
-    def _on_disk(self, work: Callable[[], None], timeout_s: float) -> Future[None]:
-        """In a thread of its own, one at a time, if it can begin by then: the disk may stand still."""
-        done = Future[None]()
-
-        def end(error: BaseException | None) -> None:
-            self._disk.release()
-            done.set_result(None) if error is None else done.set_exception(error)
-
-        def run() -> None:
-            try:
-                work()
-            except (sqlite3.Error, OSError) as error:
-                end(error)
-            else:
-                end(None)
-
-        if self._disk.acquire(timeout=timeout_s):
-            Thread(run, "store-disk", otherwise=lambda: end(OSError("no thread could be started"))).start()
-        return done
-
     def _checkpoint(self) -> None:
-        """Bring the log into the file, as far as no other process reads from it, unless one is doing so: two at once
-        may damage the file (SQLite before 3.51.3). Its connection is its own: nobody waits. Raises sqlite3.Error and
-        OSError."""
-        with self._log() as log, suppress(BlockingIOError), closing(self._opened()) as database:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            database.execute("SELECT revision FROM state").fetchall()  # opens the log
-            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-
-    @contextmanager
-    def _log(self) -> Iterator[int]:
-        """No file on which SQLite has locks: closing it releases none."""
-        log = os.open(f"{self.file}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield log
-        finally:
-            os.close(log)
+        """Bring the log into the file where that can be done, as far as no other process reads from it, unless one is
+        doing so: two at once may damage the file (SQLite before 3.51.3). Its connection is its own: nobody waits."""
+        # SQLite has no locks on the log: closing it here releases none.
+        with suppress(sqlite3.Error, OSError), open(f"{self.file}-wal", "rb") as wal:
+            fcntl.flock(wal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with closing(self._opened()) as database:
+                database.execute("SELECT revision FROM state").fetchall()  # opens the log
+                database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def ring(self) -> None:
         """Have all watches on this machine look."""
@@ -427,10 +358,8 @@ class _LocalWatch(Watch):
         self._using = threading.Lock()
         bell = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bell = FileIO(bell) if bell >= 0 else None
-        hears = bell >= 0 and _libc.inotify_add_watch(bell, os.fsencode(store.file), _IN_ATTRIB) >= 0
-        self._look_s = LOOK_S if hears else DEAF_LOOK_S
         self._poll = select.poll()
-        if hears:
+        if bell >= 0 and _libc.inotify_add_watch(bell, os.fsencode(store.file), _IN_ATTRIB) >= 0:
             self._poll.register(bell, select.POLLIN)
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
@@ -444,7 +373,7 @@ class _LocalWatch(Watch):
                     left_s = until - time.monotonic()
                     if changes or left_s <= 0:
                         return changes
-                    self._poll.poll(min(left_s, self._look_s) * 1000 + 1)
+                    self._poll.poll(min(left_s, LOOK_S) * 1000 + 1)
                 raise StoreClosed("the watch was closed")
             finally:
                 if self._closed:
@@ -472,24 +401,17 @@ def _checked(file: Path) -> tuple[int, int]:
             "on this machine, as the same user"
         ) from None
     except PermissionError as error:
-        raise _of_another_user(file) from error
+        raise StoreRefused(f"cannot reach {file}: its folder is for its user, and for root") from error
     except OSError as error:
         raise StoreUnavailable(f"cannot reach {file}: {error}") from error
-    me, is_file = os.geteuid(), stat.S_ISREG(found.st_mode)
-    if me and is_file and found.st_uid != me:
-        raise _of_another_user(file)
-    if not is_file or (found.st_uid != me and file.parent.parent.stat().st_mode & stat.S_IWOTH):
+    me, owner = os.geteuid(), found.st_uid
+    anybody = owner != me and file.parent.parent.stat().st_mode & stat.S_IWOTH
+    if not stat.S_ISREG(found.st_mode) or anybody or me not in (0, owner):
         raise StoreRefused(
-            f"user {found.st_uid} has made the store in {file.parent}: remove that folder, or name another one"
+            f"user {owner} has made the store in {file.parent}: a pool of one machine is for the user that runs its "
+            "daemon, and for root where no other can have put it there; remove that folder, or name another one"
         )
     return found.st_dev, found.st_ino
-
-
-def _of_another_user(file: Path) -> StoreRefused:
-    return StoreRefused(
-        f"{file.parent} belongs to another user: a pool of one machine is for the user that runs its daemon, and for "
-        "root"
-    )
 
 
 # ---------------------------------------------------------------- in a transaction
