@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -181,11 +182,13 @@ class WatchedFile:
     def poll(self) -> Notice | None:
         """Raises Invalid, OSError."""
         file = Path(self.path)
-        if not file.exists():
+        try:
+            found = file.stat()
+            if not stat.S_ISREG(found.st_mode):  # to open a device may do something
+                raise Invalid(f"{file} is no regular file")
+            text, written_at = file.read_bytes()[:MAX_BYTES].decode("latin-1").strip(), found.st_mtime
+        except FileNotFoundError:
             return None
-        if not file.is_file():  # to open a device may do something
-            raise Invalid(f"{file} is no regular file")
-        text, written_at = file.read_bytes().decode("latin-1").strip(), file.stat().st_mtime
         says = f"the file {file} says {quoted(text)}" if text else f"the file {file} is there"
         seconds = float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", text) else DEFAULT_S
         instant = read_instant(text)

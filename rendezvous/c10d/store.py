@@ -274,9 +274,13 @@ class C10dStore(Store):
                     raise
             try:
                 if opening.accepted.is_set():
-                    probe_port(self._address, self._port, self._request_timeout_s)
+                    probe_port(self._address, self._port, max(0.1, deadline - time.monotonic()))
+            except StoreUnavailable:
+                continue  # it does not answer: the opening may still
             except PortClosed:
-                self._opening = None
+                with self._lock:
+                    if self._opening is opening:
+                        self._opening = None
                 raise
 
     def _start_opening(self) -> _Opening:

@@ -121,7 +121,8 @@ def next_action(world: World | None, local: LocalState) -> Action:
         if local.came_after_end:
             reason = (
                 f"job {world.job} had ended before this agent came: {reason}. To run it again, start it under"
-                f" another --rdzv-id, or after `etcdctl del --prefix /elastic-agent/{world.job}/`"
+                f" another --rdzv-id, or after `etcdctl del --prefix /elastic-agent/{world.job}/` (in place of"
+                " /elastic-agent the path of --rdzv-endpoint, if it has one)"
             )
         return Leave(world.result, reason)
     if local.leaving:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NotSaved, Unconfirmed
-from ...ranks.group import Group, all_did, because, current_group, raise_together, together
+from ...ranks.group import Group, all_did, because, current_group, raise_together, together, tried
 from ...state import rng
 from ...state.sharding.parts import Prepared, ShardedParts
 from ...state.sharding.reading import OpenCopy
@@ -239,21 +239,27 @@ class StateLoader:
         together(group, self._contents.parts.begin_load, f"step {step} cannot be loaded")
         in_memory = isinstance(source.what, Header)
         is_whole = not self._is_sharded and (not isinstance(source.what, Manifest) or source.what.parts == 1)
-        brought = wholes.bring(source) if is_whole else None
+        brought = None
+        if is_whole:
+            brought, error = tried(lambda: wholes.bring(source), f"step {step} cannot be loaded")
+            raise_together(group, error)
         self._unreadable = True
         prepared, error = self._read(group, source, brought, stack)
         if self._leave_out(group, source, error):
             return False
         raise_together(group, error)
         assert prepared is not None
-        together(group, prepared.apply, f"step {step} cannot be loaded")
-        if not self._read_only:
-            self._restore_random_state(group, source, prepared, wholes)
+        together(group, lambda: self._apply(group, source, prepared, wholes), f"step {step} cannot be loaded")
         if is_whole:
             wholes.keep(source)
         elif self._memory is not None and in_memory:
             self._memory.abandon_newer(source.version)
         return True
+
+    def _apply(self, group: Group, source: Source, prepared: Prepared, wholes: WholeCopies) -> None:
+        prepared.apply()
+        if not self._read_only:
+            self._restore_random_state(group, source, prepared, wholes)
 
     def _leave_out(self, group: Group, source: Source, error: CheckpointError | None) -> bool:
         """Whether some rank could not read what it needs: then it is not chosen again."""
