@@ -92,6 +92,16 @@ def test_a_run_without_a_process_group_saves_and_loads(tmp_path: Path) -> None:
     assert str(resumed_optimizer.state_dict()) == str(optimizer.state_dict())
 
 
+def test_one_element_that_was_cut_out_of_a_matrix_is_carried(tmp_path: Path) -> None:
+    """It counts as contiguous, and its stride is not 1."""
+    best = torch.arange(12.0).reshape(4, 3)[1:2, 0]
+    checkpoints = Checkpointer(tmp_path, {"best": {"weight": best}})
+    assert checkpoints.save(1)
+    best.zero_()
+    assert checkpoints.load() == 1
+    assert best.tolist() == [3.0]
+
+
 def test_every_random_generator_continues(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [

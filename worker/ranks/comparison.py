@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, NotReplicated
-from ..state.kinds import refuse_sharded, refuse_tensor
+from ..state.kinds import flat_bytes, refuse_sharded, refuse_tensor
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
 from .group import Group, raise_together, tried
@@ -96,7 +96,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def _reduced(raw: torch.Tensor) -> torch.Tensor:

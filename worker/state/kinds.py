@@ -178,3 +178,9 @@ def refuse_tensor(part: Part, name: str, key: str, tensor: torch.Tensor) -> None
         f"{key!r} of part {name!r} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain "
         "tensors"
     )
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a contiguous one, without a copy. One element counts as that with any stride, which a view() refuses."""
+    flat = tensor.detach().reshape(-1)
+    return (flat.as_strided((1,), (1,)) if len(flat) == 1 else flat).view(torch.uint8)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from ..kinds import flat_bytes
 from .items import PLAIN, Form, Items
 from .leaves import Path, refuse_twice
 from .pieces import Sizes, numel, strides_of
@@ -236,7 +237,7 @@ class ShardLayout:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    array: Any = flat_bytes(plain).numpy()
     return memoryview(array)
 
 

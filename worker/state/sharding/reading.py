@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointMismatch
+from ..kinds import flat_bytes
 from .leaves import Path, add, filled, key_of, loaded, structure_path, unflatten
 from .pieces import Box, Sizes, boxes_of, cut_out, numel, strides_of, whole
 from .table import Shard, Table, Value, is_own
@@ -398,7 +399,7 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    array: Any = flat_bytes(tensor).numpy()
     return memoryview(array)
 
 

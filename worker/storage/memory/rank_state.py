@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from ...state import rng
+from ...state.kinds import flat_bytes
 from ...wire.files import open_for_reading, open_own_directory
 from .slot_memory import RankPlace
 
@@ -181,7 +182,7 @@ class Buffers:
         if any(owner.get(name) is not tensor for owner, name, tensor in self._places):
             self._collect()  # a module has put another tensor in the place of its own
         elif self._scattered:
-            self._rows = [_row(tensor) for _, _, tensor in self._places]
+            self._rows = [flat_bytes(tensor.detach().contiguous()) for _, _, tensor in self._places]
         if sum(row.numel() for row in self._rows) != self.size:
             raise ValueError("the modules' buffers have changed their size")
         if not self._rows:
@@ -216,7 +217,7 @@ class Buffers:
                 for name, tensor in part._buffers.items():
                     if tensor is not None and tensor.numel() and tensor.data_ptr() in saved:
                         self._places.append((part._buffers, name, tensor))
-                        self._rows.append(_row(tensor))
+                        self._rows.append(flat_bytes(tensor.detach().contiguous()))
         self._scattered = not all(tensor.is_contiguous() for _, _, tensor in self._places)
 
     def _cut(self, raw: torch.Tensor) -> list[torch.Tensor]:
@@ -226,10 +227,6 @@ class Buffers:
             found.append(raw[offset : offset + length].clone().view(tensor.dtype).view(tensor.shape))
             offset += length
         return found
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def restore_buffers(kept: RankState, modules: Sequence[torch.nn.Module]) -> None:

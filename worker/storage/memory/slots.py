@@ -370,10 +370,6 @@ class OpenSlot:
     fd: int
     size: int
 
-    @property
-    def path(self) -> str:
-        return f"/proc/self/fd/{self.fd}"
-
     def trim(self) -> None:
         """To the very bytes of the state: what reads an archive looks for its end."""
         os.ftruncate(self.fd, self.size)
