@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastic_agent.worker import Checkpointer, NotPlainData
+from elastic_agent.worker import Checkpointer, CheckpointError, CheckpointMismatch, NotPlainData
+from elastic_agent.worker.checkpointing.loading.node_sharing import SharedBytes
+from elastic_agent.worker.checkpointing.loading.selection import Source
+from elastic_agent.worker.checkpointing.loading.whole_copies import WholeCopies
 from elastic_agent.worker.checkpointing.replicated.replicated_state import ReplicatedState
 from tests.shards import state_on_disk
 
@@ -132,3 +135,49 @@ def test_all_that_an_optimizer_keeps_comes_back(tmp_path: Path) -> None:
 def test_what_would_have_one_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotPlainData, match=r"two values at 'meta\.a\.b'"):
         Checkpointer(tmp_path, {"meta": {"a.b": 1, "a": {"b": 2}}}).save(1)
+
+
+@pytest.mark.usefixtures("own_processes")
+def test_an_evaluation_may_have_an_optimizer_without_its_model(tmp_path: Path) -> None:
+    """The parameters are then known by their order alone, as in torch's own `load_state_dict`."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}).save(1)
+    alone = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    assert Checkpointer(tmp_path, {"optimizer": alone}, read_only=True).load() == 1
+    assert str(alone.state_dict()) == str(optimizer.state_dict())
+
+
+@pytest.mark.usefixtures("own_processes")
+def test_an_optimizer_of_each_rank_is_not_loaded_into_one_of_another_kind(tmp_path: Path) -> None:
+    """torch takes that without a word."""
+    one = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    assert Checkpointer(tmp_path, {"own": one}, per_rank=["own"]).save(1)
+    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(CheckpointMismatch, match="another optimizer's"):
+        Checkpointer(tmp_path, {"own": other}, per_rank=["own"], read_only=True).load()
+
+
+def load_where_rank_1_cannot_map(rank: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
+    training = Training(f"{folder}/disk", is_sharded=False)
+    assert training.checkpoints.save(1)
+    if rank == 1:
+        really_bring = WholeCopies.bring
+
+        def bring(self: WholeCopies, source: Source) -> SharedBytes:
+            really_bring(self, source)  # what is mapped is mapped after the last exchange
+            raise OSError("no room to map it")
+
+        WholeCopies.bring = bring  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="no room to map it"):
+        training.checkpoints.load()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_cannot_map_a_copy_leaves_no_other_one_waiting(tmp_path: Path) -> None:
+    mp.spawn(load_where_rank_1_cannot_map, (str(tmp_path),), WORLD)

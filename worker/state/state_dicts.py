@@ -42,7 +42,11 @@ def state_of(part: Part) -> Any:
 
 def load_into(part: Part, state: Any, modules: Iterable[torch.nn.Module] = ()) -> None:
     """The tensors of `state` are not the part's to keep. `modules` as in `update`."""
-    state = _copied(state)
+    put_into(part, _copied(state), modules)
+
+
+def put_into(part: Part, state: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """The state is the part's to keep. Raises CheckpointMismatch, and what `load_state_dict` raises."""
     if isinstance(part, dict):
         update(part, state, modules)
         return
@@ -199,13 +203,10 @@ def refuse_code(parts: Mapping[str, Part]) -> None:
         raise NotPlainData(f"{what}: {_PLAIN_ONLY}")
 
 
-def prove_loadable(file: str | BinaryIO, step: int, states: Mapping[str, Any]) -> None:
-    """Map the file, with the very rules that a load obeys, and read none of its gigabytes. Raises NotPlainData.
-
-    `states` are those in the file, by part.
-    """
+def prove_loadable(file: BinaryIO, step: int, states: Mapping[str, Any]) -> None:
+    """Load it by the very rules that a load obeys. `states` are those in it, by part. Raises NotPlainData."""
     try:
-        torch.load(file, map_location="cpu", mmap=isinstance(file, str), weights_only=True)
+        torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:

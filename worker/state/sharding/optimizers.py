@@ -133,8 +133,11 @@ class OptimizerState:
 
     def prepare(self, reader: Reader) -> Callable[[], None]:
         """Name what is wanted; the function puts it into the optimizer. Raises CheckpointMismatch."""
-        names = self._all_names()
-        groups = self._matched(reader, self._groups())
+        names, groups = self._all_names(), self._groups()
+        if names == [str(number) for number in range(len(names))]:
+            groups = self._by_order(reader, groups)
+            names = [name for one in groups for name in one[PARAMS]]
+        groups = self._matched(reader, groups)
         by_name = self._saved_states(reader, names)
         current = self._optimizer.state_dict()[STATE]
         states: dict[int, Callable[[], Any]] = {}
@@ -155,6 +158,13 @@ class OptimizerState:
             self._load({number: made() for number, made in states.items()}, groups, for_none, beside)
 
         return apply
+
+    def _by_order(self, reader: Reader, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the names that were saved, as torch's own `load_state_dict`: no module here has these parameters."""
+        saved = self._saved_groups(reader)
+        return (
+            saved if [len(one[PARAMS]) for one in saved] == [len(one[PARAMS]) for one in groups] else groups
+        )
 
     def _saved_states(self, reader: Reader, names: Iterable[str]) -> dict[str, list[str]]:
         """The keys of what is saved for each parameter. Raises CheckpointMismatch for other parameters."""

@@ -18,7 +18,7 @@ import torch
 from ...errors import CheckpointError, CheckpointMismatch, OtherWorldSize, Sharded
 from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_zero, tensors_in
 from ..rank_parts import Reshard, Rules, unpack
-from ..state_dicts import Part, load_into, state_of, unwrapped, update
+from ..state_dicts import Part, load_into, put_into, state_of, unwrapped
 from .fsdp1 import Fsdp1ModuleState, Fsdp1OptimizerState, has_fsdp1, module_of
 from .items import FormCache, Items
 from .leaves import STRUCTURE, Archives, Leaves, Path, key_of, structure_path
@@ -294,7 +294,9 @@ def refuse_names(parts: Iterable[str]) -> None:
     """Raises ValueError for a part whose keys could be those of something else."""
     for name in parts:
         if any(name == one or name.startswith(f"{one}.") for one in _RESERVED):
-            raise ValueError(f"a part of the state cannot be called {name!r}: give it another name")
+            raise ValueError(
+                f"a part of the state cannot be called {name!r}, as checkpoints use it: rename it"
+            )
 
 
 def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:
@@ -383,14 +385,6 @@ def _ranks_of_units(part: Part) -> Iterator[int]:
                 one: Any = unit
                 copies = getattr(one, "_inter_node_pg", None)
                 yield one.process_group.size() * (copies.size() if copies is not None else 1)
-
-
-def put_into(part: Part, state: Any, modules: Iterable[torch.nn.Module]) -> None:
-    """The state is the part's to keep."""
-    if isinstance(part, dict):
-        update(part, state, modules)
-    else:
-        unwrapped(part).load_state_dict(state)
 
 
 def _own_path(rank: int, *names: str) -> Path:
