@@ -301,7 +301,7 @@ class CheckpointFiles:
         """
         raw = manifest.to_json(listed)
         with open_directory(self.directory) as dir_fd:
-            temporary = self.claim.temporary_name(manifest.generation, manifest.step, "json")
+            temporary = self.claim.temporary_name(manifest.generation, manifest.step)
             try:
                 with self.claim.blaming(dir_fd):
                     write_durably(dir_fd, temporary, lambda sink: sink.write(raw))

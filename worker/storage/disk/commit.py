@@ -223,6 +223,6 @@ def remove_mark(directory: str, token: str) -> None:
 
 def not_shared(directory: str, rank: int, node: str) -> DirectoryNotShared:
     return DirectoryNotShared(
-        f"a sharded state is not saved in {directory}: rank {rank} on node {node or 'unknown'} does not see there what "
+        f"the state is not saved in {directory}: rank {rank} on node {node or 'unknown'} does not see there what "
         "rank 0 has written. Every node writes its own shards, so use a directory on a file system that all nodes share"
     )

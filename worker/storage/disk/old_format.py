@@ -1,10 +1,10 @@
-"""Checkpoints of the version before, for this release only.
+"""Checkpoints of the tree before (0.1.0 was not released then), for this release only.
 
 Of a sharded state, with manifests of schema 3: in the directory lay one more small file for each part, `__0_0.json`,
 which was what its footer is now, and `files.json` with size and sha256 of all files, for which the manifest vouched.
 
-Of a state that is the same on all ranks, with manifests of schema 2: one file of `torch.save`, with its sha256 in the
-manifest. `ShardedParts.prepare_file` takes what is in it.
+Of a state that is the same on all ranks, with manifests of schema 2 or 4: a file of `torch.save`, with its sha256 in
+the manifest. `ShardedParts.prepare_file` takes what is in it.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class Claim:
 
     def _put_owner(self, dir_fd: int, owner: Ownership) -> None:
         raw = owner.to_json()
-        temporary = self.temporary_name(0, 0, "json")
+        temporary = self.temporary_name(0, 0)
         write_durably(dir_fd, temporary, lambda sink: sink.write(raw))
         os.rename(temporary, OWNER_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         os.fsync(dir_fd)
@@ -312,8 +312,8 @@ class Claim:
             if match["run"] != self.run.id or int(match["generation"]) <= generation:
                 remove(dir_fd, name)
 
-    def temporary_name(self, generation: int, step: int, kind: str) -> str:
-        return f"tmp-{generation:08d}-{step:012d}-{self.run.id}-{self.mark}.{kind}"
+    def temporary_name(self, generation: int, step: int) -> str:
+        return f"tmp-{generation:08d}-{step:012d}-{self.run.id}-{self.mark}.json"
 
 
 # ---------------------------------------------------------------- the lock

@@ -3,7 +3,7 @@
 The agent owns a folder in memory (`WorkerEnv.memory`), which outlives its workers and ends with it. Below it each
 checkpoint directory has one for its state, or one for each worker's shards and each replica (`slot_folders`):
 
-    a.pt, b.pt       the slots: the bytes of a checkpoint file, or of a rank's data file
+    a.pt, b.pt       the slots: the bytes of a data file on disk (`.distcp`)
     a.json, b.json   their headers: what the slot holds, and a checksum of the header itself
     rng-3-0, ...     see `random_states`
 
@@ -99,11 +99,6 @@ class HeldSlot:
         # A lock would outlive its descriptor wherever the file is mapped.
         fcntl.flock(self.stream.fileno(), fcntl.LOCK_UN)
         self.stream.close()
-
-    @property
-    def path(self) -> str:
-        """The very file that is open, by a name for those who open files themselves."""
-        return f"/proc/self/fd/{self.stream.fileno()}"
 
 
 class Slots:
