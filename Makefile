@@ -32,10 +32,10 @@ demo-daemon: $(READY)  ## three daemons and two jobs that share them; a daemon i
 TESTS_AT_ONCE ?= 4
 # A file's tests run in one process, one after the other. tests/conftest.py puts the files of minutes first.
 PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
-test: $(READY) tools  ## the tests that each change must pass, in 8 minutes on 2 cores; what cannot run here is skipped
+test: $(READY) tools  ## the tests that each change must pass, in 10 to 12 minutes on 2 cores; what cannot run here is skipped
 	$(PYTEST)
 
-test-all: $(READY) tools  ## all tests, also those marked `long`, in an hour on 2 cores: before a release
+test-all: $(READY) tools  ## all tests, also those marked `long`: before a release
 	$(PYTEST) -m 'long or not long'
 
 tools: $(READY)

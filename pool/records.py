@@ -118,7 +118,7 @@ class Job(Record):
     nodes_multiple_of: Annotated[int, Within(1, MOST_NODES)] = 1
     """Of its nodes only so many train together as are a multiple of it; others would stand by."""
     cancelled_by: Annotated[str, line(256)] = ""
-    """Who wants its end; empty: nobody."""
+    """The user who wants its end; empty: none does."""
 
     @property
     def key(self) -> str:

@@ -98,8 +98,8 @@ class EtcdCluster:
         heartbeat_ms: int = 0,
         election_ms: int = 0,
     ) -> None:
-        """Without times for heartbeats and elections a cluster elects fast, and one member alone, which elects nobody,
-        is idle while nobody asks it."""
+        """Without times for heartbeats and elections a cluster elects fast, and one member alone, which needs none,
+        is idle while no client asks it."""
         self._tls = tls
         self._client_certificates = client_certificates
         self._args = tuple(args)

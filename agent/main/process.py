@@ -1,5 +1,5 @@
-"""What an agent does to its own process: its environment, its log, its signals, an end without the main loop, what it
-tells the service manager that started it, and that it is not process 1 of a container.
+"""What an agent does to its own process: its environment, its log, its signals, an end without the main loop, a fork
+where it is process 1 of a container, and what it tells the service manager that started it.
 
 Its own error file is where schedulers that start torchrun read why a job failed (TORCHELASTIC_ERROR_FILE). It has the
 form that torch's `@record` writes on torchrun: the first failed worker's error, or else the agent's own.
@@ -11,7 +11,7 @@ there is one from the wait for the store: an agent whose main thread is stuck fa
 again. Sending never blocks, and never fails the agent. What could not be sent is lost; but READY, without which the
 manager kills the agent, is sent again.
 
-The first process of a PID namespace gets the orphans of all others, also those of a shell that somebody opened in the
+The first process of a PID namespace gets the orphans of all others, also those of a shell that a user opened in the
 container, and a signal that it has no handler for does nothing to it. So an agent that finds itself to be process 1
 goes on in a child process, where all is as on any machine (`fork_below_pid1`); what stays behind passes signals on,
 reaps orphans, and ends as the agent ends. Then the kernel kills all that is left in the container.

@@ -256,7 +256,7 @@ class LocalStore(Store):
         self._written += WRITE + size
         if self._written >= LONG:
             self._written = 0
-            # Nobody waits for the disk: a lease may end meanwhile.
+            # No caller waits for the disk: a lease may end meanwhile.
             Thread(self._checkpoint, "store-disk", lambda: None).start()
         return result
 
@@ -307,7 +307,7 @@ class LocalStore(Store):
 
     def _checkpoint(self) -> None:
         """Bring the log into the file where that can be done, as far as no other process reads from it, unless one is
-        doing so: two at once may damage the file (SQLite before 3.51.3). Its connection is its own: nobody waits."""
+        doing so: two at once may damage the file (SQLite before 3.51.3). Its connection is its own: no caller waits."""
         # SQLite has no locks on the log: closing it here releases none.
         with suppress(sqlite3.Error, OSError), open(f"{self.file}-wal", "rb") as wal:
             fcntl.flock(wal, fcntl.LOCK_EX | fcntl.LOCK_NB)

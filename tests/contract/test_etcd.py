@@ -223,7 +223,7 @@ def test_one_failure_costs_one_channel_however_many_threads_see_it(
 
 
 def watch_threads() -> set[threading.Thread]:
-    """Also those of other tests' watches, which nobody has closed."""
+    """Also those of other tests' watches, which no test has closed."""
     return {thread for thread in threading.enumerate() if thread.name == "etcd-watch"}
 
 

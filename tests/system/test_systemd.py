@@ -28,7 +28,7 @@ RestartSec=200ms
 """
 
 # Each worker leaves an escapee behind (forked twice, in a session and an environment of its own), has a helper that
-# tells when somebody asks it to stop, tells what it sees, steps, and saves for a while when asked itself. All in its
+# tells when systemd asks it to stop, tells what it sees, steps, and saves for a while when asked itself. All in its
 # working folder: it may not write elsewhere.
 SCRIPT = """
 import json, os, signal, subprocess, sys, time

@@ -66,3 +66,15 @@ def test_the_runbook_says_what_to_do_about_each_exit_code() -> None:
     codes = ",".join(re.findall(r"^\| ([0-9, ]+) \| ", section, re.MULTILINE)).split(",")
     asked = {ExitCode.SUCCESS, ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM}
     assert sorted(map(int, codes)) == sorted(set(ExitCode) - ONLY_OF_COMMANDS - asked)
+
+
+def test_the_files_that_pages_name_exist() -> None:
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        ROOT / "tests/torch_cases.md",
+        ROOT / "tests/mutations.txt",
+    ]
+    named = {name for page in pages for name in re.findall(r"tests/\w+/\w+\.py", page.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -712,7 +712,7 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     assert b.order == Stay()
     c.part.workers_gone(2)
     bench.settle()
-    assert a.order == Stop(2, True, B_LEAVES), "c has ended its workers: nobody comes to the step"
+    assert a.order == Stop(2, True, B_LEAVES), "c has ended its workers: none comes to the step"
     a.part.workers_gone(2)
     bench.settle()
     assert bench.members() == ["a", "c"]
